@@ -1,0 +1,44 @@
+# Each target makes .venv when it is missing, so a fresh clone needs no other command.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help train test test-slow lint format bench numerics setup clean
+
+help:            ## show this list
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+
+train: $(READY)  ## train a small byte-level GPT with Muon on Python's own source (about a minute)
+	@$(BIN)/python -m meshmuon train $(ARGS)
+
+test: lint       ## ruff, mypy and pytest (what CI runs)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(READY) ## the full grids, run before an issue is called resolved
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(READY)   ## ruff and mypy
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
+
+bench: $(READY)  ## step time beside torch.optim.Muon and fused AdamW
+	$(BIN)/python -m benchmarks.bench_step $(ARGS)
+
+numerics: $(READY) ## distance to the exact polar factor, written to docs/numerics.md
+	$(BIN)/python -m benchmarks.numerics $(ARGS)
+
+setup: $(READY)  ## make .venv and install everything
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing meshmuon and its tools into .venv (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[cli,train,dev]"
+	@touch $(READY)
+
+clean:           ## remove .venv and what runs wrote
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .hypothesis
