@@ -1,2 +1,31 @@
-"""tmp"""
+"""meshmuon: one `torch.optim.Optimizer` that trains a whole model, hidden matrices with Muon, the rest with AdamW.
+
+    once (pure Python, no tensors, no collectives)        every step (plain tensors only)
+    model → routing → layout → plan                       grad → update.momentum → exchange.gather → polar
+                                                                → exchange.scatter → update.apply
+"""
+
+from meshmuon.config import Orthogonalizer
+from meshmuon.errors import CheckpointError, NonFiniteGradientError, NonFiniteGradientWarning
+from meshmuon.layout.matrix_view import MatrixView as View
+from meshmuon.muon import Muon
+from meshmuon.polar.coefficients import polar_express
+from meshmuon.polar.orthogonalize import orthogonalize
+from meshmuon.routing import param_groups
+from meshmuon.update.scale import convert_lr, scale_factor
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Muon",
+    "NonFiniteGradientError",
+    "NonFiniteGradientWarning",
+    "Orthogonalizer",
+    "View",
+    "convert_lr",
+    "orthogonalize",
+    "param_groups",
+    "polar_express",
+    "scale_factor",
+]

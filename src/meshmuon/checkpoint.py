@@ -1,0 +1,180 @@
+"""State: what each parameter has, eagerly and everywhere, and the rules by which a saved one is taken back.
+
+torch casts loaded floating state to the parameter's dtype and loads whatever it is given; here the declared dtype is
+kept, and a state that does not fit is refused by the parameter's name, at load.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon._compat import has_fused_adamw
+from meshmuon.errors import CheckpointError, message, some
+from meshmuon.layout.names import normalise_names
+
+STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+
+
+def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """Give the dtype a parameter's momentum is kept in.
+
+    Args:
+        param: The parameter.
+        group: Its group.
+
+    Returns:
+        The group's `state_dtype`, or the parameter's own dtype.
+    """
+    declared = group.get("state_dtype")
+    return param.dtype if declared is None else getattr(torch, declared)  # type: ignore[no-any-return]
+
+
+def fresh_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Make the state of a parameter that has not moved yet.
+
+    Args:
+        param: The parameter.
+        group: Its group.
+
+    Returns:
+        `momentum_buffer` for Muon; `step`, `exp_avg` and `exp_avg_sq` for AdamW.
+    """
+    if group["algorithm"] == "muon":
+        return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param, group)).detach()}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=_step_device(param)),
+        "exp_avg": torch.zeros_like(param, memory_format=torch.contiguous_format).detach(),
+        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.contiguous_format).detach(),
+    }
+
+
+def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Tell whether a parameter has exactly the state it needs, where and as it needs it.
+
+    Args:
+        state: What it has.
+        param: The parameter.
+        group: Its group.
+
+    Returns:
+        True if nothing needs to be done.
+    """
+    if set(state) != set(STATE_KEYS[group["algorithm"]]):
+        return False
+    if group["algorithm"] == "muon":
+        buffer = state["momentum_buffer"]
+        return (buffer.shape, buffer.dtype, buffer.device) == (param.shape, state_dtype(param, group), param.device)
+    return all(
+        (moment.shape, moment.dtype, moment.device) == (param.shape, param.dtype, param.device)
+        for moment in (state["exp_avg"], state["exp_avg_sq"])
+    )
+
+
+def adapted_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Bring existing state to a parameter's device and the declared dtypes; make it afresh where it does not fit.
+
+    Args:
+        state: Saved or earlier state of this parameter, or nothing.
+        param: The parameter.
+        group: Its group.
+
+    Returns:
+        New tensors; the given ones are left alone.
+    """
+    result = fresh_state(param, group)
+    if set(state) >= set(result) and all(
+        torch.as_tensor(state[key]).shape == value.shape for key, value in result.items()
+    ):
+        for key, value in result.items():
+            value.copy_(torch.as_tensor(state[key]))
+    return result
+
+
+def _step_device(param: Tensor) -> torch.device:
+    return param.device if has_fused_adamw(param.device) else torch.device("cpu")
+
+
+def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Check that a state dict fits, before anything is changed, and bring it into this optimizer's order.
+
+    Args:
+        state_dict: What `load_state_dict` was given.
+        param_groups: This optimizer's groups.
+
+    Returns:
+        An equal state dict whose groups have every key this optimizer has, and its order of parameters.
+
+    Raises:
+        CheckpointError: Names the first parameter that does not fit.
+    """
+    saved_groups = state_dict.get("param_groups")
+    if not isinstance(saved_groups, list) or "state" not in state_dict:
+        raise CheckpointError(message("state_dict", found="no state or param_groups", do="Pass opt.state_dict()"))
+    if len(saved_groups) != len(param_groups):
+        found = f"{len(saved_groups)} parameter groups, this optimizer has {len(param_groups)}"
+        raise CheckpointError(message("state_dict", found=found, do="Build the optimizer as it was when saved"))
+    state = state_dict["state"]
+    if not state and any(group["params"] for group in param_groups):
+        warnings.warn("the checkpoint holds no optimizer state: starting afresh", UserWarning, stacklevel=3)
+    groups = [
+        _checked_group(saved, group, state, index=index)
+        for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True))
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def _checked_group(
+    saved: Mapping[str, Any], group: Mapping[str, Any], state: Mapping[Any, Any], *, index: int
+) -> dict[str, Any]:
+    where = f"state_dict param_groups[{index}]"
+    if len(saved["params"]) != len(group["params"]):
+        found = f"{len(saved['params'])} parameters, this optimizer has {len(group['params'])}"
+        raise CheckpointError(message(where, found=found, do="Build the optimizer as it was when saved"))
+    algorithm = group["algorithm"]
+    if saved.get("algorithm", algorithm) != algorithm:
+        found = f"saved with {saved['algorithm']}, this optimizer trains it with {algorithm}"
+        raise CheckpointError(message(where, found=found, do="Use the overrides of the saved run"))
+    order = _order(saved, group, where=where)
+    names = group.get("param_names") or [f"{where}[{i}]" for i in range(len(order))]
+    ids = [saved["params"][i] for i in order]
+    if state:
+        for name, param, key in zip(names, group["params"], ids, strict=True):
+            _check_entry(name, param, state.get(key), algorithm)
+    ours = {key: value for key, value in group.items() if key != "params"}
+    result = {**ours, **saved, "algorithm": algorithm, "params": ids}
+    if "param_names" in group:
+        result["param_names"] = list(group["param_names"])
+    return result
+
+
+def _order(saved: Mapping[str, Any], group: Mapping[str, Any], *, where: str) -> list[int]:
+    """Which saved parameter is each of ours: by name where both sides have names, else by position."""
+    positions = list(range(len(group["params"])))
+    if "param_names" not in saved or "param_names" not in group:
+        return positions
+    theirs = {name: i for i, name in enumerate(normalise_names(saved["param_names"]))}
+    missing = [name for name in group["param_names"] if name not in theirs]
+    if missing:
+        found = f"no parameter called {some(missing)}; it has {some(theirs)}"
+        raise CheckpointError(message(where, found=found, do="Load the checkpoint of this model"))
+    return [theirs[name] for name in group["param_names"]]
+
+
+def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any] | None, algorithm: str) -> None:
+    expected = STATE_KEYS[algorithm]
+    found = sorted(entry) if entry else []
+    if entry is None or any(key not in entry for key in expected):
+        other = "adamw" if algorithm == "muon" else "muon"
+        hint = f"it was saved by {other}" if all(k in found for k in STATE_KEYS[other]) else "the checkpoint is partial"
+        what = f"state {found or 'missing'}, {algorithm} needs {list(expected)}"
+        raise CheckpointError(message(f"parameter {name!r}", found=what, do=f"Check the routing: {hint}"))
+    for key in expected:
+        shape = tuple(torch.as_tensor(entry[key]).shape)
+        if key != "step" and shape != tuple(param.shape):
+            what = f"saved {key} of shape {shape}, the parameter has {tuple(param.shape)}"
+            raise CheckpointError(message(f"parameter {name!r}", found=what, do="Load the checkpoint of this model"))

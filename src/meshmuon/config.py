@@ -1,0 +1,240 @@
+"""What a user may choose: the words, the ranges, and frozen records of the choices. Everything is checked here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from meshmuon.errors import message, one_of
+
+Algorithm = Literal["muon", "adamw"]
+Form = Literal["auto", "standard", "gram", "svd"]
+DTypeChoice = Literal["auto", "float16", "bfloat16", "float32", "float64"]
+LRRule = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
+WeightDecayMode = Literal["decoupled", "cautious", "l2"]
+NonFinite = Literal["skip", "raise", "ignore"]
+
+STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_number(
+    name: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
+) -> float:
+    """Accept a finite real number of a range.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+        low: Smallest value.
+        high: Largest value.
+        open_low: Whether `low` itself is refused.
+        open_high: Whether `high` itself is refused.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is not a real number.
+        ValueError: If it is out of range, NaN or infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(message(name, found=f"{value!r} ({type(value).__name__})", do="Use a number"))
+    above = value > low if open_low else value >= low
+    below = value < high if open_high else value <= high
+    if not (above and below and math.isfinite(value)):
+        end = ")" if open_high or math.isinf(high) else "]"
+        allowed = f"{'(' if open_low else '['}{low:g}, {high:g}{end}"
+        raise ValueError(message(name, found=f"{value!r}", do=f"Use a finite number in {allowed}"))
+    return value
+
+
+def check_lr(name: str, value: Any) -> Any:
+    """Accept a learning rate: a number >= 0, or a tensor holding one.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        The value, unchanged: a tensor stays the user's tensor.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is negative, NaN or infinite.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(message(name, found=f"a tensor of shape {tuple(value.shape)}", do="Use one number"))
+        check_number(name, float(value.item()), low=0.0)
+        return value
+    return check_number(name, value, low=0.0)
+
+
+def check_integer(name: str, value: Any, *, low: int) -> int:
+    """Accept a whole number.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+        low: Smallest value.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message(name, found=f"{value!r} ({type(value).__name__})", do="Use a whole number"))
+    if value < low:
+        raise ValueError(message(name, found=str(value), do=f"Use a whole number >= {low}"))
+    return value
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Accept True or False.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(message(name, found=f"{value!r} ({type(value).__name__})", do="Use True or False"))
+    return value
+
+
+def check_word(name: str, value: Any, words: Sequence[str]) -> str:
+    """Accept one of a few words.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+        words: The words.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is not a string.
+        ValueError: If it is another word.
+    """
+    if not isinstance(value, str):
+        raise TypeError(message(name, found=f"{value!r} ({type(value).__name__})", do=f"Use {one_of(words)}"))
+    if value not in words:
+        raise ValueError(message(name, found=f"{value!r}", do=f"Use {one_of(words)}"))
+    return value
+
+
+def check_betas(name: str, value: Any) -> tuple[float, float]:
+    """Accept AdamW's pair of decay rates.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        The pair.
+
+    Raises:
+        TypeError: If it is not a pair of numbers.
+        ValueError: If one is outside [0, 1).
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(message(name, found=f"{value!r}", do="Use a pair, e.g. (0.9, 0.95)"))
+    first, second = (check_number(f"{name}[{i}]", v, low=0.0, high=1.0, open_high=True) for i, v in enumerate(value))
+    return (first, second)
+
+
+def check_state_dtype(name: str, value: Any) -> str | None:
+    """Accept a floating dtype by name or as torch.dtype.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        Its name (a plain string, so that group dicts stay plain), or None for the parameter's own.
+
+    Raises:
+        ValueError: If it is not one of the four.
+        TypeError: If it is neither a string nor a dtype.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.dtype):
+        value = str(value).removeprefix("torch.")
+    return check_word(name, value, STATE_DTYPES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orthogonalizer:
+    """How polar factors are computed.
+
+    Attributes:
+        form: "standard", "gram" (on the m×m Gram matrix), "svd" (exact), or "auto": the cheaper of the first two.
+        dtype: What to compute in; "auto" is fp32 on a CPU and fp16 on a GPU. "bfloat16" reproduces torch.optim.Muon.
+        restarts: The steps before which the Gram form starts anew; "auto" chooses the fewest that are stable.
+    """
+
+    form: Form = "auto"
+    dtype: DTypeChoice = "auto"
+    restarts: Literal["auto"] | tuple[int, ...] = "auto"
+
+    def __post_init__(self) -> None:
+        check_word("form", self.form, get_args(Form))
+        check_word("dtype", self.dtype, get_args(DTypeChoice))
+        if self.restarts == "auto":
+            return
+        if not isinstance(self.restarts, (tuple, list)):
+            found = f"{self.restarts!r}"
+            raise TypeError(message("restarts", found=found, do='Use "auto" or a tuple of step numbers, e.g. (2,)'))
+        steps = tuple(check_integer("restarts", step, low=1) for step in self.restarts)
+        if list(steps) != sorted(set(steps)):
+            raise ValueError(message("restarts", found=f"{steps}", do="Use increasing step numbers"))
+        object.__setattr__(self, "restarts", steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a step runs, as opposed to what it computes.
+
+    Attributes:
+        orthogonalizer: Form, dtype and restarts of the polar factor.
+        non_finite: What to do about NaN or inf in a gradient.
+        release_grads: Whether a gradient is set to None once it has been read.
+        max_in_flight: How many buckets may be between gather and scatter at a time.
+        workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
+        layout_invariant: Whether a matrix must get the same bits in every batch also where that costs speed.
+        allow_no_muon: Whether an optimizer without any Muon parameter is accepted.
+    """
+
+    orthogonalizer: Orthogonalizer = Orthogonalizer()
+    non_finite: NonFinite = "skip"
+    release_grads: bool = False
+    max_in_flight: int = 2
+    workspace_bytes: int = 2**30
+    layout_invariant: bool | None = None
+    allow_no_muon: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.orthogonalizer, Orthogonalizer):
+            found = f"{self.orthogonalizer!r}"
+            raise TypeError(message("orthogonalizer", found=found, do='Use Orthogonalizer(form="auto", dtype="auto")'))
+        check_word("non_finite", self.non_finite, get_args(NonFinite))
+        check_bool("release_grads", self.release_grads)
+        check_integer("max_in_flight", self.max_in_flight, low=1)
+        check_integer("workspace_bytes", self.workspace_bytes, low=1)
+        check_bool("allow_no_muon", self.allow_no_muon)
+        if self.layout_invariant is not None:
+            check_bool("layout_invariant", self.layout_invariant)

@@ -1,0 +1,63 @@
+"""Error types, and the one way a message is put together: who, what was found, what to do.
+
+User mistakes are `ValueError` or `TypeError`, so that code written for `torch.optim` catches them. The types
+here add a name for what can be acted upon by a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient held NaN or inf under `non_finite="raise"`. Nothing was changed."""
+
+
+class NonFiniteGradientWarning(UserWarning):
+    """A step was skipped under `non_finite="skip"`, because a gradient held NaN or inf."""
+
+
+class CheckpointError(ValueError):
+    """A state dict does not fit this optimizer. Nothing was loaded."""
+
+
+def message(subject: str, *, found: str, do: str) -> str:
+    """Put an error message together.
+
+    Args:
+        subject: What is wrong: the parameter's or the argument's name.
+        found: What was found there.
+        do: What the user should do about it.
+
+    Returns:
+        One line in the house's form.
+    """
+    return f"{subject}: {found}. {do}"
+
+
+def one_of(words: Iterable[str]) -> str:
+    """Spell the allowed words of an argument.
+
+    Args:
+        words: The words.
+
+    Returns:
+        `"a", "b" or "c"`.
+    """
+    quoted = [f'"{word}"' for word in words]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def some(names: Iterable[str], *, limit: int = 5) -> str:
+    """Name a few of many.
+
+    Args:
+        names: All the names.
+        limit: How many to spell out.
+
+    Returns:
+        `a, b, c and 7 more`.
+    """
+    listed = list(names)
+    shown = ", ".join(listed[:limit])
+    return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"

@@ -1,0 +1,236 @@
+"""MatrixView: how one parameter is a stack of 2-D matrices, and the way back.
+
+Each block a view cuts out is orthogonalized and scaled as if it were a parameter of its own. A block never copies: it
+is a strided view of the parameter, so momentum and update work on it in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from meshmuon.config import check_bool, check_integer, check_word
+from meshmuon.errors import message
+
+Side = Literal["rows", "cols"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stack of equal matrices inside one parameter.
+
+    The parameter, seen as (lead..., rows..., cols...), is narrowed to an interval of rows and one of columns; heads
+    become one more leading dim. Leading, row and column dims stay separate dims: merging them may need a copy.
+    """
+
+    view: MatrixView
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    lead_shape: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    col_shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many matrices."""
+        return math.prod(self.lead_shape)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of each matrix."""
+        return (math.prod(self.row_shape), math.prod(self.col_shape))
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """See the block in a tensor of the parameter's shape.
+
+        Args:
+            tensor: The parameter, its gradient or its momentum.
+
+        Returns:
+            A view of shape lead + rows + cols.
+        """
+        view = self.view
+        lead = tensor.ndim - 2 if view.experts else 0
+        if view.transposed:
+            tensor = tensor.transpose(lead, lead + 1)
+        tensor = tensor.narrow(lead, self.rows[0], self.rows[1] - self.rows[0])
+        if not view.flatten:
+            tensor = tensor.narrow(lead + 1, self.cols[0], self.cols[1] - self.cols[0])
+        if view.heads is not None and view.heads_on == "rows":
+            tensor = tensor.unflatten(lead, (view.heads, -1))
+        elif view.heads is not None:
+            tensor = tensor.unflatten(lead + 1, (view.heads, -1)).movedim(lead + 1, lead)
+        return tensor
+
+    def unfold(self, stack: Tensor) -> Tensor:
+        """Give a stack of matrices the dims of `select`, as a view.
+
+        Args:
+            stack: (count, rows, cols), any strides.
+
+        Returns:
+            A view of shape lead + rows + cols.
+        """
+        stack = stack.unflatten(2, self.col_shape).unflatten(1, self.row_shape)
+        return stack.unflatten(0, self.lead_shape) if self.lead_shape else stack.squeeze(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixView:
+    """How one parameter is a stack of matrices. The default: a 2-D parameter is one matrix (out, in).
+
+    Attributes:
+        experts: All dims but the last two count matrices: (E, out, in) is E matrices.
+        split_rows: Sizes of row blocks that are matrices of their own, e.g. (q, k, v) of a fused projection.
+        split_cols: The same for columns.
+        heads: Number of equal blocks, one per attention head.
+        heads_on: Whether heads are blocks of "rows" (q, k, v projections) or "cols" (the output projection).
+        flatten: (out, in, k, ...) is one matrix (out, in·k...): a convolution.
+        transposed: The parameter is stored (in, out, ...): transposed convolutions, some GPT-2 layers.
+    """
+
+    experts: bool = False
+    split_rows: tuple[int, ...] | None = None
+    split_cols: tuple[int, ...] | None = None
+    heads: int | None = None
+    heads_on: Side = "rows"
+    flatten: bool = False
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "flatten", "transposed"):
+            check_bool(f"view {name}", getattr(self, name))
+        for name in ("split_rows", "split_cols"):
+            object.__setattr__(self, name, _check_sizes(f"view {name}", getattr(self, name)))
+        check_word("view heads_on", self.heads_on, get_args(Side))
+        if self.heads is not None:
+            check_integer("view heads", self.heads, low=1)
+        split = self.split_rows if self.heads_on == "rows" else self.split_cols
+        if self.heads is not None and split is not None:
+            do = f"Give one of heads and split_{self.heads_on}: both cut the same side"
+            raise ValueError(message("view", found=str(self.as_dict()), do=do))
+        if self.flatten and (self.experts or self.split_cols is not None or self._heads_on("cols") > 1):
+            do = "A flattened parameter can be cut along its rows only"
+            raise ValueError(message("view", found=str(self.as_dict()), do=do))
+
+    @classmethod
+    def of(cls, value: MatrixView | Mapping[str, Any] | None) -> MatrixView:
+        """Read a view from what a group dict may hold.
+
+        Args:
+            value: A view, its plain form, or None for the default.
+
+        Returns:
+            The view.
+
+        Raises:
+            TypeError: If it is something else, or has unknown entries.
+            ValueError: If its entries contradict each other.
+        """
+        if isinstance(value, MatrixView):
+            return value
+        if value is None:
+            return cls()
+        known = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not set(value) <= set(known):
+            raise TypeError(message("view", found=f"{value!r}", do=f"Use View(...) with {', '.join(known)}"))
+        return cls(**value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give the plain form (ints, strings, tuples), which pickles and loads with weights_only=True."""
+        pairs = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return {name: value for name, value, default in pairs if value != default}
+
+    def describe(self) -> str:
+        """Say the view in a few words."""
+        words = [
+            "one matrix per leading index" if self.experts else "",
+            f"rows split {self.split_rows}" if self.split_rows else "",
+            f"cols split {self.split_cols}" if self.split_cols else "",
+            f"{self.heads} heads on {self.heads_on}" if self.heads else "",
+            "(out, rest)" if self.flatten else "",
+            "stored (in, out)" if self.transposed else "",
+        ]
+        return ", ".join(word for word in words if word)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Block, ...]:
+        """Cut a parameter's shape into blocks.
+
+        Args:
+            name: The parameter, for messages.
+            shape: Its logical (global) shape.
+
+        Returns:
+            One block per pair of row and column parts.
+
+        Raises:
+            ValueError: If the view does not fit the shape.
+        """
+        lead, out, rest = self._dims(name, shape)
+        if self.heads is not None:
+            lead += (self.heads,)
+        return tuple(
+            Block(
+                view=self,
+                rows=rows,
+                cols=cols,
+                lead_shape=lead,
+                row_shape=((rows[1] - rows[0]) // self._heads_on("rows"),),
+                col_shape=rest if self.flatten else ((cols[1] - cols[0]) // self._heads_on("cols"),),
+            )
+            for rows in _intervals(name, "split_rows", self.split_rows, out)
+            for cols in _intervals(name, "split_cols", self.split_cols, math.prod(rest))
+        )
+
+    def _heads_on(self, side: Side) -> int:
+        return self.heads if self.heads is not None and self.heads_on == side else 1
+
+    def _dims(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """Leading dims, rows, and the dims that make up the columns."""
+        least = 3 if self.experts else 2
+        if len(shape) < least or (len(shape) > 2 and not (self.experts or self.flatten)):
+            found = f"{len(shape)}-D of shape {shape}" + (f" with view {self.as_dict()}" if self.as_dict() else "")
+            do = (
+                f"View(experts=True) needs at least 3 dims; a plain matrix has 2. {TWO_WAYS_OUT}"
+                if self.experts or len(shape) > 2
+                else 'A matrix has at least 2 dims: route it to "adamw"'
+            )
+            raise ValueError(message(f"parameter {name!r}", found=found, do=do))
+        lead = shape[:-2] if self.experts else ()
+        out, *rest = shape[len(lead) :]
+        if self.transposed:
+            out, rest[0] = rest[0], out
+        if self.heads is not None:
+            side = out if self.heads_on == "rows" else math.prod(rest)
+            if side % self.heads:
+                found = f"{side} {self.heads_on} do not divide into {self.heads} heads"
+                raise ValueError(message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on="))
+        return lead, out, tuple(rest)
+
+
+TWO_WAYS_OUT = (
+    'Say how it is a stack of matrices, overrides={"NAME": View(experts=True)} or View(flatten=True), '
+    'or send it to AdamW, overrides={"NAME": "adamw"}'
+)
+
+
+def _check_sizes(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or not value:
+        raise TypeError(message(name, found=f"{value!r}", do="Use a tuple of sizes, e.g. (768, 768, 768)"))
+    return tuple(check_integer(name, size, low=1) for size in value)
+
+
+def _intervals(name: str, what: str, sizes: tuple[int, ...] | None, total: int) -> list[tuple[int, int]]:
+    if sizes is None:
+        return [(0, total)]
+    if sum(sizes) != total:
+        found = f"{what}={sizes} sums to {sum(sizes)}, the parameter has {total}"
+        raise ValueError(message(f"parameter {name!r}", found=found, do="Correct the sizes"))
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]

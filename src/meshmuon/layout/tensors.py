@@ -1,0 +1,56 @@
+"""What kind of tensor a parameter is: the checks that need to know DTensor and its look-alikes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshmuon.errors import message
+
+_REFUSED_DTYPE = "meshmuon trains dense floating-point parameters only; leave this one out or convert it"
+
+
+def check_parameter(name: str, tensor: object) -> None:
+    """Refuse, by name, what cannot be trained here.
+
+    Args:
+        name: The parameter.
+        tensor: What was given for it.
+
+    Raises:
+        TypeError: If it is not a tensor, or complex, sparse, quantized or integer.
+        ValueError: If it is a flat shard, a DTensor, or not a leaf.
+    """
+    subject = f"parameter {name!r}"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(message(subject, found=f"a {type(tensor).__name__}", do="Pass tensors"))
+    if isinstance(tensor, DTensor):
+        found = f"a DTensor with placements {tensor.placements}"
+        raise ValueError(message(subject, found=found, do="This version trains plain tensors on one device"))
+    if tensor.is_quantized or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        kind = "quantized" if tensor.is_quantized else f"{tensor.dtype}, {tensor.layout}"
+        raise TypeError(message(subject, found=kind, do=_REFUSED_DTYPE))
+    if tensor.dtype.itemsize < 2:
+        raise TypeError(message(subject, found=str(tensor.dtype), do=_REFUSED_DTYPE))
+    if is_flattened(tensor):
+        found = f"a flat shard of {tensor.numel():,} elements"
+        raise ValueError(message(subject, found=found, do=FLAT_SHARD))
+
+
+FLAT_SHARD = (
+    "FSDP1 and DeepSpeed ZeRO flatten matrices, so that Muon would silently become AdamW: "
+    "use torch.distributed.fsdp.fully_shard (FSDP2), which keeps them"
+)
+
+
+def is_flattened(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one of the flat shards of FSDP1 or DeepSpeed ZeRO.
+
+    Args:
+        tensor: The parameter.
+
+    Returns:
+        True if its own class or attributes say so.
+    """
+    return type(tensor).__name__ == "FlatParameter" or hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param")

@@ -1,0 +1,380 @@
+"""Muon: one torch.optim.Optimizer for a whole model. Start reading at `step`, then `_update`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshmuon.checkpoint import adapted_state, check_state_dict, state_fits
+from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode
+from meshmuon.exchange.agreement import Agreement, NamedGradient
+from meshmuon.exchange.exchange import Exchange
+from meshmuon.exchange.groups import is_main_rank, world_size
+from meshmuon.groups import (
+    check_defaults,
+    check_group_parameters,
+    complete_group,
+    group_records,
+    refuse_keywords,
+)
+from meshmuon.layout.records import ParameterRecord
+from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
+from meshmuon.plan.describe import describe_groups
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.orthogonalize import orthogonalize_stack
+from meshmuon.routing import Overrides, route_params
+from meshmuon.runtime import pipeline
+from meshmuon.runtime.snapshot import Snapshot
+from meshmuon.update.adamw import AdamWRule, AdamWTensors, update_adamw_
+from meshmuon.update.apply import ApplyRule, apply_update_
+from meshmuon.update.momentum import MomentumRule, update_momentum_
+from meshmuon.update.tensors import MatrixTensors
+
+logger = logging.getLogger("meshmuon")
+
+
+class Muon(Optimizer):
+    """Trains a whole model: hidden matrices with Muon, everything else with AdamW.
+
+    Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalized momentum of each matrix. `print(opt)`
+    shows which parameter takes which algorithm, and why.
+
+    The first nine arguments are torch.optim.Muon's, in name, order and meaning. Two defaults differ on purpose: the
+    coefficients, and the lr rule, which lets you keep your AdamW learning rate. For torch's own behaviour write
+    `ns_coefficients="keller", adjust_lr_fn="original"`.
+
+    Args:
+        params: A model (the normal way), (name, tensor) pairs, group dicts with `algorithm="muon"|"adamw"`, or a list
+            of matrices.
+        lr: Learning rate, a number or a tensor.
+        weight_decay: Weight decay of the matrices, and of AdamW's parameters with at least 2 dims.
+        momentum: Weight of the past in the moving average of the gradient.
+        nesterov: Whether to orthogonalize the average of gradient and new momentum instead of the momentum.
+        ns_coefficients: "polar_express", "keller", "you", one triple, or `ns_steps` triples.
+        eps: Guards 0/0 in the normalisation. Unlike torch's it never shrinks the update of a small gradient.
+        ns_steps: Number of iteration steps, 1 to 20.
+        adjust_lr_fn: How the update is scaled by the shape of the matrix; see `scale_factor`.
+        extra_scale_factor: One more factor on Muon's updates.
+        weight_decay_mode: "decoupled", "cautious" (only where update and weight agree in sign) or "l2".
+        orthogonalizer: Form, dtype and restarts of the orthogonalization.
+        betas: AdamW's decay rates.
+        adamw_eps: AdamW's eps.
+        adamw_lr_ratio: AdamW's learning rate is `lr` times this, so that one scheduler serves all.
+        adamw_weight_decay: AdamW's weight decay, for all of its parameters. None: `weight_decay` for those with at
+            least 2 dims, 0 for norms and biases.
+        overrides: Pattern of names → "muon", "adamw" or `View(...)`; or a function (name, parameter) → the same.
+        expert_keys: Words in the names of stacks of experts.
+        state_dtype: Dtype of the momentum; None: the parameter's own.
+        non_finite: What to do about NaN or inf in a gradient: "skip" the step and warn, "raise", or "ignore".
+        release_grads: Whether gradients are set to None once they have been read.
+        layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, at some cost.
+        max_in_flight: How many buckets may be between gather and scatter at a time.
+        workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
+        allow_no_muon: Whether to accept a model in which nothing takes Muon.
+        **unknown: Anything else is refused, with a suggestion.
+    """
+
+    # Read by torch.amp.GradScaler: it then hands over `found_inf` and `grad_scale` instead of deciding on the host.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = "polar_express",
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: LRRule | None = "match_rms_adamw",
+        *,
+        extra_scale_factor: float = 1.0,
+        weight_decay_mode: WeightDecayMode = "decoupled",
+        orthogonalizer: Orthogonalizer = Orthogonalizer(),  # noqa: B008 (frozen)
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_lr_ratio: float = 1.0,
+        adamw_weight_decay: float | None = None,
+        overrides: Overrides = None,
+        expert_keys: Sequence[str] = ("experts",),
+        state_dtype: torch.dtype | str | None = None,
+        non_finite: NonFinite = "skip",
+        release_grads: bool = False,
+        layout_invariant: bool | None = None,
+        max_in_flight: int = 2,
+        workspace_bytes: int = 2**30,
+        allow_no_muon: bool = False,
+        **unknown: Any,
+    ) -> None:
+        refuse_keywords(unknown, known=Muon.__init__)
+        muon = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "extra_scale_factor": extra_scale_factor,
+            "weight_decay_mode": weight_decay_mode,
+            "state_dtype": state_dtype,
+        }
+        adamw = {
+            "lr": lr,
+            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+            "betas": betas,
+            "eps": adamw_eps,
+            "adamw_lr_ratio": adamw_lr_ratio,
+            "decay_vectors": adamw_weight_decay is not None,
+        }
+        self._group_defaults: dict[str, dict[str, Any]] = {"muon": {**muon, "view": None}, "adamw": adamw}
+        check_defaults(self._group_defaults)
+        self._execution = Execution(
+            orthogonalizer=orthogonalizer,
+            non_finite=non_finite,
+            release_grads=release_grads,
+            max_in_flight=max_in_flight,
+            workspace_bytes=workspace_bytes,
+            layout_invariant=layout_invariant,
+            allow_no_muon=allow_no_muon,
+        )
+        self._snapshot: Snapshot | None = None
+        routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
+        self._reasons = routed.reasons
+        super().__init__(routed.groups, muon)
+        self._start()
+        if is_main_rank():
+            logger.info("%s", self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one optimization step.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, as in torch.optim.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self._current_plan()
+        verdict = self._agreement.check(self._gradients(plan), found_inf=getattr(self, "found_inf", None))
+        if verdict.go:
+            journeys = (self._update(bucket, verdict.flag) for bucket in plan.buckets)
+            pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
+            self._update_elementwise(plan, verdict.flag)
+        if self._execution.release_grads:
+            self.zero_grad(set_to_none=True)
+        return loss
+
+    def _update(self, bucket: Bucket, proceed: Tensor | None) -> Iterator[None]:
+        """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
+        matrices = self._matrix_tensors(bucket)
+        if not matrices:
+            return
+        group = self.param_groups[bucket.group]
+        inputs = update_momentum_(
+            matrices,
+            MomentumRule(
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+                l2=group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0,
+                unscale=self._unscale(),
+                proceed=proceed,
+                input_dtype=bucket.recipe.input_dtype,
+            ),
+        )
+        if self._execution.release_grads:
+            matrices = self._release_grads(matrices)
+        gathered = self._exchange.gather(bucket, inputs)  # a local bucket is already there
+        yield
+        directions = orthogonalize_stack(gathered.wait(), bucket.recipe)
+        scattered = self._exchange.scatter(bucket, directions)  # the same table, inverted
+        yield
+        apply_update_(
+            matrices,
+            scattered.wait(),
+            ApplyRule(
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                weight_decay_mode=group["weight_decay_mode"],
+                adjust_lr_fn=group["adjust_lr_fn"],
+                extra_scale_factor=group["extra_scale_factor"],
+                proceed=proceed,
+            ),
+        )
+
+    def _matrix_tensors(self, bucket: Bucket) -> list[MatrixTensors]:
+        """The bucket's tensors, without the matrices that have no gradient in this step."""
+        items: list[MatrixTensors] = []
+        offset = 0
+        for matrix in bucket.matrices:
+            param = self._tensor(matrix.parameter)
+            if param.grad is None:
+                continue
+            views = map(matrix.block.select, (param, param.grad, self.state[param]["momentum_buffer"]))
+            items.append(MatrixTensors(matrix, *views, offset=offset))
+            offset += matrix.count
+        return items
+
+    def _update_elementwise(self, plan: Plan, proceed: Tensor | None) -> None:
+        """AdamW for everything that is not a hidden matrix."""
+        alike: dict[tuple[int, bool], list[AdamWTensors]] = {}
+        for record in plan.elementwise:
+            param = self._tensor(record)
+            if param.grad is not None:
+                decays = len(record.shape) >= 2 or self.param_groups[record.group]["decay_vectors"]
+                item = AdamWTensors(param=param, grad=param.grad, **self.state[param])
+                alike.setdefault((record.group, decays), []).append(item)
+        for (index, decays), tensors in alike.items():
+            group = self.param_groups[index]
+            ratio = group["adamw_lr_ratio"]
+            rule = AdamWRule(
+                lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"] if decays else 0.0,
+                unscale=self._unscale(),
+                proceed=proceed,
+            )
+            update_adamw_(tensors, rule)
+
+    def _gradients(self, plan: Plan) -> list[NamedGradient]:
+        pairs = ((record.name, self._tensor(record).grad) for record in plan.parameters)
+        return [NamedGradient(name, grad) for name, grad in pairs if grad is not None]
+
+    def _unscale(self) -> Tensor | None:
+        """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
+        scale = getattr(self, "grad_scale", None)
+        return None if scale is None else scale.double().reciprocal()
+
+    def _release_grads(self, matrices: Sequence[MatrixTensors]) -> list[MatrixTensors]:
+        """Let go of gradients that have been read whole; those cut into blocks go at the end of the step."""
+        for item in matrices:
+            if item.param.numel() == item.matrix.parameter.numel:
+                self._tensor(item.matrix.parameter).grad = None
+        return [replace(item, grad=None) for item in matrices]
+
+    def _tensor(self, record: ParameterRecord) -> Tensor:
+        tensor: Tensor = self.param_groups[record.group]["params"][record.position]
+        return tensor
+
+    @property
+    def plan(self) -> Plan:
+        """All decisions: print it to see routes, reasons and costs."""
+        return self._current_plan()
+
+    def _current_plan(self) -> Plan:
+        """The plan for the tensors as they are now: made anew if they were replaced, moved or cast."""
+        if self._snapshot is None or not self._snapshot.holds_for(self.param_groups):
+            self._snapshot = self._prepare()
+        return self._snapshot.plan
+
+    def _prepare(self) -> Snapshot:
+        """Check every tensor, decide the plan, and see to it that each parameter has the state it needs."""
+        records = group_records(self.param_groups, self._reasons)
+        polar = {
+            index: PolarSettings(resolve_schedule(group["ns_coefficients"], group["ns_steps"]), group["eps"])
+            for index, group in enumerate(self.param_groups)
+            if group["algorithm"] == "muon"
+        }
+        plan = build_plan(records, polar=polar, execution=self._execution, ranks=world_size())
+        kept = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param, {})
+                kept[param] = state if state_fits(state, param, group) else adapted_state(state, param, group)
+        self.state.clear()
+        self.state.update(kept)
+        return Snapshot.of(self.param_groups, plan)
+
+    def _start(self) -> None:
+        """What a new, copied or unpickled optimizer needs that is not part of its state."""
+        self._agreement = Agreement(self._execution.non_finite)
+        self._exchange = Exchange()
+        self._snapshot = None
+        self._current_plan()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, checked like those of the constructor.
+
+        Args:
+            param_group: `params` and, optionally, `algorithm` and any hyper-parameter of that algorithm.
+
+        Raises:
+            TypeError: If a value is of the wrong type.
+            ValueError: If a value is out of range, or a parameter does not fit or is already there.
+        """
+        index = len(self.param_groups)
+        group = complete_group(param_group, self._group_defaults, index=index)
+        check_group_parameters(group, self.param_groups, index=index)
+        allowed = set(group)
+        super().add_param_group(group)
+        for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm
+            self.param_groups[-1].pop(key, None)
+        if self._snapshot is not None:
+            self._current_plan()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state in torch's form: `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW."""
+        self._current_plan()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; refused as a whole, by name, if it does not fit.
+
+        Args:
+            state_dict: The saved state. Where both sides have names, parameters are found by name.
+
+        Raises:
+            CheckpointError: Names what does not fit; nothing was changed.
+        """
+        self._current_plan()
+        accepted: dict[str, Any] = {}
+
+        def accept(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            accepted.update(check_state_dict(given, self.param_groups))
+            return accepted
+
+        def restore(_: Optimizer) -> None:
+            # torch has cast the state to the parameters' dtypes by now: take it from the source once more.
+            for group, saved in zip(self.param_groups, accepted["param_groups"], strict=True):
+                for param, key in zip(group["params"], saved["params"], strict=True):
+                    self.state[param] = adapted_state(accepted["state"].get(key, {}), param, group)
+
+        # Last before and first after torch's own work, so that a user's hooks see and may change everything.
+        hooks = [self.register_load_state_dict_pre_hook(accept), self.register_load_state_dict_post_hook(restore, True)]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._snapshot = None
+        self._current_plan()
+
+    def metrics(self) -> dict[str, float]:
+        """Give plain numbers for any logger: steps taken, and steps skipped by reason."""
+        return self._agreement.counts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        ours = {name: self.__dict__[name] for name in ("_group_defaults", "_execution", "_reasons")}
+        return {**super().__getstate__(), **ours}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_execution" in state:  # a copy or an unpickled optimizer; torch's load_state_dict comes by here as well
+            self._start()
+
+    def __repr__(self) -> str:
+        return f"Muon\n{self.plan}\n\n{describe_groups(self.param_groups)}"

@@ -1,0 +1,164 @@
+"""The table a user pastes into an issue: every parameter's route and reason, and what a step will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshmuon.layout.records import ParameterRecord
+from meshmuon.plan.bucket import Bucket, Plan
+
+_HEADER = ("route", "tensors", "params", "share", "shape", "layout", "parameters", "reason")
+_RIGHT = {"tensors", "params", "share"}
+_LONGEST_NAME = 48
+_NOT_SHOWN = ("params", "param_names", "algorithm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Parameters that differ only in the numbers inside their names."""
+
+    pattern: str
+    parameters: tuple[ParameterRecord, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+def describe_plan(plan: Plan) -> str:
+    """Put a plan into words.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        A table of routes with reasons, and the costs of a step, as plain text.
+    """
+    total = sum(parameter.numel for parameter in plan.parameters)
+    rows = [_cells(row, total) for row in _rows(plan.parameters)]
+    lines = [*_table(rows), "", *_summary(plan, total)]
+    return "\n".join(lines)
+
+
+def human(number: float, *, unit: str = "") -> str:
+    """Write a count the way people read it.
+
+    Args:
+        number: The count.
+        unit: What is counted, e.g. "B" or "FLOP".
+
+    Returns:
+        Such as `84.9 M`.
+    """
+    for letter in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000 or letter == "T":
+            digits = f"{number:.0f}" if letter == "" else f"{number:.1f}"
+            return f"{digits} {letter}{unit}".rstrip()
+        number /= 1000
+    raise AssertionError("unreachable")
+
+
+def _rows(parameters: Sequence[ParameterRecord]) -> list[_Row]:
+    grouped: dict[tuple[object, ...], list[ParameterRecord]] = {}
+    for parameter in parameters:
+        routing = parameter.routing
+        key = (routing.algorithm, _pattern(parameter.name), parameter.shape, routing.reason, routing.view)
+        grouped.setdefault(key, []).append(parameter)
+    rows = [_Row(str(key[1]), tuple(members)) for key, members in grouped.items()]
+    return sorted(rows, key=lambda row: row.parameters[0].routing.algorithm, reverse=True)
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _cells(row: _Row, total: int) -> tuple[str, ...]:
+    first = row.parameters[0]
+    name = first.name if len(row.parameters) == 1 else row.pattern
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME // 2 - 1]}...{name[-_LONGEST_NAME // 2 + 2 :]}"
+    view = first.routing.view.describe() if first.routing.algorithm == "muon" else ""
+    reason = first.routing.reason
+    return (
+        first.routing.algorithm,
+        str(len(row.parameters)),
+        human(row.numel),
+        f"{row.numel / total:.1%}" if total else "-",
+        "x".join(map(str, first.shape)) or "scalar",
+        f"local {first.device.type}",
+        name,
+        f"{reason}; {view}" if view and view not in reason else reason,
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    table = [_HEADER, *rows]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(_HEADER))]
+    lines = []
+    for cells in table:
+        padded = [
+            cell.rjust(width) if title in _RIGHT else cell.ljust(width)
+            for cell, width, title in zip(cells, widths, _HEADER, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _summary(plan: Plan, total: int) -> list[str]:
+    muon = sum(p.numel for p in plan.parameters if p.routing.algorithm == "muon")
+    adamw = total - muon
+    matrices = sum(bucket.count for bucket in plan.buckets)
+    lines = [
+        f"muon: {human(muon)} parameters in {matrices} matrices; adamw: {human(adamw)} parameters",
+        "every trainable parameter is routed exactly once; nothing travels",
+    ]
+    if plan.ranks > 1:
+        lines.append(f"plain tensors: repeated on every one of {plan.ranks} ranks; gradients assumed averaged")
+    if plan.buckets:
+        flops = sum(bucket.flops for bucket in plan.buckets)
+        widest = max(bucket.workspace_bytes for bucket in plan.buckets)
+        lines.append(
+            f"orthogonalization: {human(flops, unit='FLOP')} a step in {len(plan.buckets)} batches "
+            f"({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
+        )
+    budget = plan.execution.workspace_bytes
+    for bucket in plan.buckets:
+        if bucket.workspace_bytes > budget:
+            lines.append(
+                f"{bucket.matrices[0].name}: needs {human(bucket.workspace_bytes, unit='B')} of workspace alone, "
+                f"more than workspace_bytes={budget}"
+            )
+    return lines
+
+
+def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:
+    """Put the hyper-parameters of each group on one line.
+
+    Args:
+        param_groups: The optimizer's groups.
+
+    Returns:
+        The lines, and one more where the defaults differ from torch.optim.Muon's.
+    """
+    lines = []
+    for index, group in enumerate(param_groups):
+        shown = {key: value for key, value in group.items() if key not in _NOT_SHOWN and value not in (None, {})}
+        values = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
+        lines.append(f"Parameter Group {index}: {group['algorithm']}, {len(group['params'])} tensors, {values}")
+    muon = [group for group in param_groups if group["algorithm"] == "muon"]
+    if any(g["ns_coefficients"] == "polar_express" and g["adjust_lr_fn"] == "match_rms_adamw" for g in muon):
+        lines.append(
+            "Defaults that differ from torch.optim.Muon: polar_express coefficients, and match_rms_adamw, so keep your "
+            'AdamW lr. For torch\'s: ns_coefficients="keller", adjust_lr_fn="original".'
+        )
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _recipes(buckets: Sequence[Bucket]) -> str:
+    return ", ".join(sorted({bucket.recipe.describe() for bucket in buckets}))

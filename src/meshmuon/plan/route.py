@@ -1,0 +1,14 @@
+"""How a matrix gets to where it is orthogonalized. A route is data: it decides which transfers a bucket has."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Route(Enum):
+    """Where the polar factor of a matrix is computed.
+
+    LOCAL: the whole matrix is on this device already, and nothing travels.
+    """
+
+    LOCAL = "local"

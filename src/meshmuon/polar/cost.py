@@ -1,0 +1,87 @@
+"""FLOPs and workspace of one polar factor, by form. m is the short side, n the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshmuon.polar.coefficients import Schedule
+from meshmuon.polar.gram import split_at
+
+# Sides are zero-padded to multiples of this: it makes CPU products independent of batch, alignment and thread count
+# ([Note: canonical entry] in orthogonalize.py), and is what tensor cores want.
+ALIGNMENT = 16
+
+
+def padded(size: int) -> int:
+    """Round a side up to the alignment of the products.
+
+    Args:
+        size: Rows or columns.
+
+    Returns:
+        The next multiple of 16.
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def standard_flops(m: int, n: int, *, steps: int) -> float:
+    """Count the floating-point operations of the standard form.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        steps: Number of steps.
+
+    Returns:
+        FLOPs, all products dense.
+    """
+    return steps * (4.0 * m * m * n + 2.0 * m**3)
+
+
+def gram_flops(m: int, n: int, *, schedule: Schedule, restarts: Sequence[int]) -> float:
+    """Count the floating-point operations of the Gram form.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        schedule: One triple per step.
+        restarts: Where the Gram matrix is formed anew.
+
+    Returns:
+        FLOPs, all products dense.
+    """
+    segments = split_at(schedule, restarts)
+    small = sum(4 * len(segment) - 3 for segment in segments)
+    return len(segments) * 4.0 * m * m * n + small * 2.0 * m**3
+
+
+def svd_flops(m: int, n: int) -> float:
+    """Estimate the floating-point operations of an SVD with both factors (Golub and Van Loan, table 8.6.1).
+
+    Args:
+        m: Short side.
+        n: Long side.
+
+    Returns:
+        FLOPs.
+    """
+    return 14.0 * n * m * m + 8.0 * m**3
+
+
+def workspace_bytes(m: int, n: int, *, compute_bytes: int, input_bytes: int) -> int:
+    """Bound the memory one matrix takes while it is orthogonalized.
+
+    Counted at the widest moment: the packed input, the fp32 copy it is normalised in, two iterates and four Gram-sized
+    matrices in the compute dtype.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        compute_bytes: Bytes of an element in the compute dtype.
+        input_bytes: Bytes of an element of the packed input.
+
+    Returns:
+        Bytes.
+    """
+    m, n = padded(m), padded(n)
+    return m * n * (input_bytes + max(4, compute_bytes) + 2 * compute_bytes) + 4 * m * m * compute_bytes

@@ -1,0 +1,73 @@
+"""What a plan was made for, to notice when it no longer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon.plan.bucket import Plan
+
+# What a plan depends on. Every other hyper-parameter is read anew at each step.
+_PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A tensor as it was. Held by reference: its id alone may be given to another tensor once it is gone."""
+
+    tensor: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def is_same(self, tensor: Tensor) -> bool:
+        now = (tensor.shape, tensor.dtype, tensor.device)
+        return tensor is self.tensor and now == (self.shape, self.dtype, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A plan, and the tensors and settings it was made for.
+
+    accelerate replaces the tensors of an optimizer's groups after construction; `model.to` moves or casts them in place.
+    """
+
+    plan: Plan
+    settings: tuple[tuple[Any, ...], ...]
+    tensors: tuple[tuple[_Seen, ...], ...]
+
+    @classmethod
+    def of(cls, param_groups: Sequence[Mapping[str, Any]], plan: Plan) -> Snapshot:
+        """Remember what a plan was made for.
+
+        Args:
+            param_groups: The optimizer's groups.
+            plan: The plan.
+
+        Returns:
+            The snapshot.
+        """
+        tensors = tuple(tuple(_Seen(p, p.shape, p.dtype, p.device) for p in group["params"]) for group in param_groups)
+        return cls(plan, _settings(param_groups), tensors)
+
+    def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether the plan is still the right one.
+
+        Args:
+            param_groups: The optimizer's groups as they are now.
+
+        Returns:
+            False if a tensor was replaced, moved or cast, or a setting the plan depends on was changed.
+        """
+        return _settings(param_groups) == self.settings and all(
+            len(seen) == len(group["params"]) and all(map(_Seen.is_same, seen, group["params"]))
+            for seen, group in zip(self.tensors, param_groups, strict=True)
+        )
+
+
+def _settings(param_groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(group.get(key) for key in _PLANNED_KEYS) for group in param_groups)

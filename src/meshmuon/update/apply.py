@@ -1,0 +1,59 @@
+"""After the orthogonalization: decay the parameter and step along the direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshmuon.config import LRRule, WeightDecayMode
+from meshmuon.update.scale import scale_factor
+from meshmuon.update.tensors import MatrixTensors, math_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyRule:
+    """The numbers of one step.
+
+    Attributes:
+        lr: Learning rate, a number or a tensor.
+        weight_decay: Its coefficient.
+        weight_decay_mode: "decoupled", "cautious" (only where direction and parameter agree in sign), or "l2" (nothing
+            is left to do here).
+        adjust_lr_fn: The lr rule.
+        extra_scale_factor: One more factor on the update.
+        proceed: A device flag; where it is False nothing changes. None means go.
+    """
+
+    lr: float | Tensor
+    weight_decay: float
+    weight_decay_mode: WeightDecayMode
+    adjust_lr_fn: LRRule
+    extra_scale_factor: float
+    proceed: Tensor | None = None
+
+
+def apply_update_(matrices: Sequence[MatrixTensors], directions: Tensor, rule: ApplyRule) -> None:
+    """Write the update into the parameters: p·(1 - lr·wd) - lr·extra·scale·direction, in fp32, rounded once.
+
+    Each operation is rounded by itself: a fused multiply-add would give some elements other bits than the same
+    elements of a shard.
+
+    Args:
+        matrices: The tensors; each `param` is written.
+        directions: (batch, m, n) of the bucket.
+        rule: The numbers of this step.
+    """
+    for item in matrices:
+        lr = rule.lr if rule.proceed is None else rule.lr * rule.proceed
+        size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.shape, rule.adjust_lr_fn))
+        dtype = math_dtype(item.param)
+        direction = item.slot(directions).to(dtype)
+        param = item.param.to(dtype)  # may be the parameter itself: nothing below writes it in place
+        if rule.weight_decay and rule.weight_decay_mode != "l2":
+            decayed = param * (1.0 - lr * rule.weight_decay)
+            agree = direction * param > 0 if rule.weight_decay_mode == "cautious" else None
+            param = decayed if agree is None else torch.where(agree, decayed, param)
+        item.param.copy_(param - direction * size)

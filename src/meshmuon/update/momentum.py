@@ -1,0 +1,83 @@
+"""Before the orthogonalization: gradient → momentum → the matrix whose polar factor is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshmuon.update.tensors import MatrixTensors, math_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumRule:
+    """The numbers of one step.
+
+    Attributes:
+        momentum: Weight of the past in the moving average.
+        nesterov: Whether to look ahead: average the gradient with the new buffer.
+        l2: Weight decay added to the gradient; 0 unless the mode is "l2".
+        unscale: What gradients are multiplied with when read (GradScaler), or None.
+        proceed: A device flag; where it is False nothing changes. None means go.
+        input_dtype: The dtype of what will be orthogonalized: fp32, or bf16 for an iteration in 16 bits.
+    """
+
+    momentum: float
+    nesterov: bool
+    l2: float = 0.0
+    unscale: Tensor | None = None
+    proceed: Tensor | None = None
+    input_dtype: torch.dtype = torch.float32
+
+
+def update_momentum_(matrices: Sequence[MatrixTensors], rule: MomentumRule) -> Tensor:
+    """Advance the momentum of each matrix, and stack what will be orthogonalized.
+
+    buf = lerp(buf, g, 1 - momentum); input = lerp(g, buf, momentum) if nesterov else buf: the form of torch.optim.Muon.
+    All in fp32, rounded once to the buffer's dtype. Gradients are only read.
+
+    Args:
+        matrices: The tensors; each `buffer` is written.
+        rule: The numbers of this step.
+
+    Returns:
+        (batch, m, n): the matrices of the bucket, wide, in `rule.input_dtype`.
+    """
+    count = sum(item.matrix.count for item in matrices)
+    first = matrices[0]
+    inputs = torch.empty(count, *first.matrix.wide_shape, dtype=rule.input_dtype, device=first.param.device)
+    for item in matrices:
+        assert item.grad is not None
+        grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
+        if rule.l2:
+            grad = grad + item.param.to(grad.dtype) * rule.l2
+        buffer = item.buffer.to(grad.dtype)  # may be the buffer itself
+        if rule.proceed is not None:
+            # lerp(buf, buf, w) is buf, exactly: a step that must not happen leaves momentum alone, and stays finite.
+            grad = torch.where(rule.proceed, grad, buffer)
+        average = torch.lerp(buffer, grad, 1.0 - rule.momentum)
+        item.buffer.copy_(average)
+        if rule.nesterov:
+            # From the stored (rounded) buffer, so that a resumed run continues with the same bits.
+            average = torch.lerp(grad, item.buffer.to(grad.dtype), rule.momentum)
+        else:
+            average = item.buffer
+        item.slot(inputs).copy_(average)
+    return inputs
+
+
+def read_gradient(grad: Tensor, *, dtype: torch.dtype, unscale: Tensor | None) -> Tensor:
+    """Read a gradient in the dtype of the arithmetic, without GradScaler's factor.
+
+    Args:
+        grad: The gradient; never written.
+        dtype: The dtype to compute in.
+        unscale: The inverse of the scale, or None.
+
+    Returns:
+        The gradient itself or a new tensor.
+    """
+    grad = grad.to(dtype)
+    return grad if unscale is None else grad * unscale.to(device=grad.device, dtype=dtype)
