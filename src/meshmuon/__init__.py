@@ -1,8 +1,8 @@
 """meshmuon: one `torch.optim.Optimizer` that trains a whole model, hidden matrices with Muon, the rest with AdamW.
 
-    once (pure Python, no tensors, no collectives)        every step (plain tensors only)
-    model → routing → layout → plan                       grad → update.momentum → exchange.gather → polar
-                                                                → exchange.scatter → update.apply
+once (pure Python, no tensors, no collectives)        every step (plain tensors only)
+model → routing → layout → plan                       grad → update.momentum → exchange.gather → polar
+                                                            → exchange.scatter → update.apply
 """
 
 from meshmuon.config import Orthogonalizer

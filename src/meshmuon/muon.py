@@ -321,7 +321,9 @@ class Muon(Optimizer):
         check_group_parameters(group, self.param_groups, index=index)
         allowed = set(group)
         super().add_param_group(group)
-        for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm
+        for key in (
+            set(self.defaults) - allowed
+        ):  # torch fills in every default; these belong to the other algorithm
             self.param_groups[-1].pop(key, None)
         if self._snapshot is not None:
             self._current_plan()
@@ -354,7 +356,10 @@ class Muon(Optimizer):
                     self.state[param] = adapted_state(accepted["state"].get(key, {}), param, group)
 
         # Last before and first after torch's own work, so that a user's hooks see and may change everything.
-        hooks = [self.register_load_state_dict_pre_hook(accept), self.register_load_state_dict_post_hook(restore, True)]
+        hooks = [
+            self.register_load_state_dict_pre_hook(accept),
+            self.register_load_state_dict_post_hook(restore, True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -373,7 +378,9 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_execution" in state:  # a copy or an unpickled optimizer; torch's load_state_dict comes by here as well
+        if (
+            "_execution" in state
+        ):  # a copy or an unpickled optimizer; torch's load_state_dict comes by here as well
             self._start()
 
     def __repr__(self) -> str:

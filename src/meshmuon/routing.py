@@ -25,7 +25,16 @@ Overrides: TypeAlias = "Mapping[str, Choice] | Callable[[str, Tensor], Choice | 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDING_WORDS = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position_emb")
-_HEAD_NAMES = ("lm_head", "unembed", "unembedding", "embed_out", "classifier", "to_logits", "logits", "output_layer")
+_HEAD_NAMES = (
+    "lm_head",
+    "unembed",
+    "unembedding",
+    "embed_out",
+    "classifier",
+    "to_logits",
+    "logits",
+    "output_layer",
+)
 # Too common inside a model to mean "head" anywhere but at its top.
 _TOP_HEAD_NAMES = ("head", "heads", "output", "fc", "score")
 _TOP_PREFIXES = ("model", "transformer", "backbone")
@@ -40,7 +49,7 @@ class Candidate:
     tensor: Tensor
     modules: tuple[nn.Module, ...] = ()
     all_names: tuple[str, ...] = ()
-    vocabulary: frozenset[tuple[int, ...]] = frozenset()
+    is_head_by_size: bool = False
     expert_keys: tuple[str, ...] = ()
 
     @property
@@ -92,15 +101,14 @@ def route_model(
                 holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, module))
     raw = [(name, tensor) for name, tensor in model.named_parameters()]
     names = normalise_names(name for name, _ in raw)
-    embeddings = {module for module in model.modules() if _is_embedding(module)}
-    vocabulary = frozenset(tuple(w.shape) for m in embeddings if isinstance(w := getattr(m, "weight", None), Tensor))
+    head = _head_by_size(model)
     candidates = [
         Candidate(
             name=name,
             tensor=tensor,
             modules=tuple(module for _, module in holders.get(tensor, ())),
             all_names=tuple(normalise_names(path for path, _ in holders.get(tensor, ()))),
-            vocabulary=vocabulary,
+            is_head_by_size=tensor is head,
             expert_keys=tuple(expert_keys),
         )
         for name, (_, tensor) in zip(names, raw, strict=True)
@@ -109,7 +117,10 @@ def route_model(
 
 
 def route_names(
-    pairs: Iterable[tuple[str, Tensor]], *, expert_keys: Sequence[str] = ("experts",), overrides: Overrides = None
+    pairs: Iterable[tuple[str, Tensor]],
+    *,
+    expert_keys: Sequence[str] = ("experts",),
+    overrides: Overrides = None,
 ) -> list[RoutedTensor]:
     """Route parameters by name and shape alone.
 
@@ -174,12 +185,16 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
         raise TypeError(message("params", found="a set", do="Use a list: the order of a set is random"))
     listed = list(params.items()) if isinstance(params, Mapping) else list(params)
     if not listed:
-        raise ValueError(message("params", found="an empty parameter list", do="Pass the model: Muon(model, lr=...)"))
+        raise ValueError(
+            message("params", found="an empty parameter list", do="Pass the model: Muon(model, lr=...)")
+        )
     if all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in listed):
         return _routed_groups(route_names(listed, expert_keys=expert_keys, overrides=overrides))
     if overrides is not None:
         do = "Pass the model or named parameters; in group dicts write algorithm= and view= instead"
-        raise ValueError(message("overrides", found="given with parameters that have no names to match", do=do))
+        raise ValueError(
+            message("overrides", found="given with parameters that have no names to match", do=do)
+        )
     if all(isinstance(item, Mapping) for item in listed):
         return RoutedGroups(listed, {})
     if not all(isinstance(item, Tensor) for item in listed):
@@ -199,7 +214,9 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
 
 def _routed_groups(routed: Sequence[RoutedTensor]) -> RoutedGroups:
     if not routed:
-        raise ValueError(message("params", found="no trainable parameter", do="Unfreeze something (requires_grad)"))
+        raise ValueError(
+            message("params", found="no trainable parameter", do="Unfreeze something (requires_grad)")
+        )
     return RoutedGroups(groups_of(routed), {item.routing.name: item.routing.reason for item in routed})
 
 
@@ -282,7 +299,9 @@ class _Overrides:
         self._matched: set[str] = set()
         for pattern, choice in self._patterns.items():
             if not isinstance(pattern, str):
-                raise TypeError(message("overrides", found=f"the key {pattern!r}", do="Keys are patterns of names"))
+                raise TypeError(
+                    message("overrides", found=f"the key {pattern!r}", do="Keys are patterns of names")
+                )
             _check_choice(f"overrides[{pattern!r}]", choice)
 
     def choice(self, candidate: Candidate) -> Choice | None:
@@ -347,13 +366,26 @@ def _is_head_name(name: str) -> bool:
     return bool(parts) and parts[-1] in _TOP_HEAD_NAMES and not path
 
 
+def _head_by_size(model: nn.Module) -> Tensor | None:
+    """The last nn.Linear, if it alone has the shape of an embedding.
+
+    Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
+    """
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = (getattr(module, "weight", None) for module in model.modules() if _is_embedding(module))
+    vocabularies = {weight.shape for weight in weights if isinstance(weight, Tensor)}
+    if not linears or linears[-1].shape not in vocabularies:
+        return None
+    return linears[-1] if sum(weight.shape == linears[-1].shape for weight in linears) == 1 else None
+
+
 def _head(c: Candidate) -> Routing | None:
     if c.tensor.ndim != 2:
         return None
     if _is_head_name(c.name):
         return Routing(c.name, "adamw", "output head, by name")
-    if tuple(c.tensor.shape) in c.vocabulary and any(isinstance(m, nn.Linear) for m in c.modules):
-        return Routing(c.name, "adamw", "output head: the shape of the embedding")
+    if c.is_head_by_size:
+        return Routing(c.name, "adamw", "output head: the last nn.Linear, shaped like the embedding")
     return None
 
 

@@ -193,7 +193,9 @@ class MatrixView:
         """Leading dims, rows, and the dims that make up the columns."""
         least = 3 if self.experts else 2
         if len(shape) < least or (len(shape) > 2 and not (self.experts or self.flatten)):
-            found = f"{len(shape)}-D of shape {shape}" + (f" with view {self.as_dict()}" if self.as_dict() else "")
+            found = f"{len(shape)}-D of shape {shape}" + (
+                f" with view {self.as_dict()}" if self.as_dict() else ""
+            )
             do = (
                 f"View(experts=True) needs at least 3 dims; a plain matrix has 2. {TWO_WAYS_OUT}"
                 if self.experts or len(shape) > 2
@@ -208,7 +210,9 @@ class MatrixView:
             side = out if self.heads_on == "rows" else math.prod(rest)
             if side % self.heads:
                 found = f"{side} {self.heads_on} do not divide into {self.heads} heads"
-                raise ValueError(message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on="))
+                raise ValueError(
+                    message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on=")
+                )
         return lead, out, tuple(rest)
 
 

@@ -72,7 +72,11 @@ class Plan:
 
 
 def build_plan(
-    parameters: Sequence[ParameterRecord], *, polar: Mapping[int, PolarSettings], execution: Execution, ranks: int = 1
+    parameters: Sequence[ParameterRecord],
+    *,
+    polar: Mapping[int, PolarSettings],
+    execution: Execution,
+    ranks: int = 1,
 ) -> Plan:
     """Decide what is computed together.
 

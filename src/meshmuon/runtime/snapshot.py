@@ -51,7 +51,9 @@ class Snapshot:
         Returns:
             The snapshot.
         """
-        tensors = tuple(tuple(_Seen(p, p.shape, p.dtype, p.device) for p in group["params"]) for group in param_groups)
+        tensors = tuple(
+            tuple(_Seen(p, p.shape, p.dtype, p.device) for p in group["params"]) for group in param_groups
+        )
         return cls(plan, _settings(param_groups), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
