@@ -31,7 +31,8 @@ def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         The group's `state_dtype`, or the parameter's own dtype.
     """
     declared = group.get("state_dtype")
-    return param.dtype if declared is None else getattr(torch, declared)  # type: ignore[no-any-return]
+    result: torch.dtype = param.dtype if declared is None else getattr(torch, declared)
+    return result
 
 
 def fresh_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -118,14 +119,10 @@ def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str,
     """
     saved_groups = state_dict.get("param_groups")
     if not isinstance(saved_groups, list) or "state" not in state_dict:
-        raise CheckpointError(
-            message("state_dict", found="no state or param_groups", do="Pass opt.state_dict()")
-        )
+        raise CheckpointError(message("state_dict", found="no state or param_groups", do="Pass opt.state_dict()"))
     if len(saved_groups) != len(param_groups):
         found = f"{len(saved_groups)} parameter groups, this optimizer has {len(param_groups)}"
-        raise CheckpointError(
-            message("state_dict", found=found, do="Build the optimizer as it was when saved")
-        )
+        raise CheckpointError(message("state_dict", found=found, do="Build the optimizer as it was when saved"))
     state = state_dict["state"]
     if not state and any(group["params"] for group in param_groups):
         warnings.warn("the checkpoint holds no optimizer state: starting afresh", UserWarning, stacklevel=3)
@@ -178,17 +175,11 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any] | None, algo
     found = sorted(entry) if entry else []
     if entry is None or any(key not in entry for key in expected):
         other = "adamw" if algorithm == "muon" else "muon"
-        hint = (
-            f"it was saved by {other}"
-            if all(k in found for k in STATE_KEYS[other])
-            else "the checkpoint is partial"
-        )
+        hint = f"it was saved by {other}" if all(k in found for k in STATE_KEYS[other]) else "the checkpoint is partial"
         what = f"state {found or 'missing'}, {algorithm} needs {list(expected)}"
         raise CheckpointError(message(f"parameter {name!r}", found=what, do=f"Check the routing: {hint}"))
     for key in expected:
         shape = tuple(torch.as_tensor(entry[key]).shape)
         if key != "step" and shape != tuple(param.shape):
             what = f"saved {key} of shape {shape}, the parameter has {tuple(param.shape)}"
-            raise CheckpointError(
-                message(f"parameter {name!r}", found=what, do="Load the checkpoint of this model")
-            )
+            raise CheckpointError(message(f"parameter {name!r}", found=what, do="Load the checkpoint of this model"))

@@ -74,9 +74,7 @@ def check_lr(name: str, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise ValueError(
-                message(name, found=f"a tensor of shape {tuple(value.shape)}", do="Use one number")
-            )
+            raise ValueError(message(name, found=f"a tensor of shape {tuple(value.shape)}", do="Use one number"))
         check_number(name, float(value.item()), low=0.0)
         return value
     return check_number(name, value, low=0.0)
@@ -160,9 +158,7 @@ def check_betas(name: str, value: Any) -> tuple[float, float]:
     """
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(message(name, found=f"{value!r}", do="Use a pair, e.g. (0.9, 0.95)"))
-    first, second = (
-        check_number(f"{name}[{i}]", v, low=0.0, high=1.0, open_high=True) for i, v in enumerate(value)
-    )
+    first, second = (check_number(f"{name}[{i}]", v, low=0.0, high=1.0, open_high=True) for i, v in enumerate(value))
     return (first, second)
 
 
@@ -208,9 +204,7 @@ class Orthogonalizer:
             return
         if not isinstance(self.restarts, (tuple, list)):
             found = f"{self.restarts!r}"
-            raise TypeError(
-                message("restarts", found=found, do='Use "auto" or a tuple of step numbers, e.g. (2,)')
-            )
+            raise TypeError(message("restarts", found=found, do='Use "auto" or a tuple of step numbers, e.g. (2,)'))
         steps = tuple(check_integer("restarts", step, low=1) for step in self.restarts)
         if list(steps) != sorted(set(steps)):
             raise ValueError(message("restarts", found=f"{steps}", do="Use increasing step numbers"))
@@ -242,9 +236,7 @@ class Execution:
     def __post_init__(self) -> None:
         if not isinstance(self.orthogonalizer, Orthogonalizer):
             found = f"{self.orthogonalizer!r}"
-            raise TypeError(
-                message("orthogonalizer", found=found, do='Use Orthogonalizer(form="auto", dtype="auto")')
-            )
+            raise TypeError(message("orthogonalizer", found=found, do='Use Orthogonalizer(form="auto", dtype="auto")'))
         check_word("non_finite", self.non_finite, get_args(NonFinite))
         check_bool("release_grads", self.release_grads)
         check_integer("max_in_flight", self.max_in_flight, low=1)

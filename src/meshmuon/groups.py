@@ -158,9 +158,7 @@ def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) 
     """
     for name in unknown:
         if name in _TORCH_FLAGS:
-            raise TypeError(
-                message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name].capitalize())
-            )
+            raise TypeError(message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name].capitalize()))
         near = difflib.get_close_matches(name, known, n=1)
         meant = _OTHERS_WORDS.get(name) or (near[0] if near else None)
         do = f"Did you mean {meant!r}?" if meant else f"Known are: {', '.join(known)}"
@@ -194,7 +192,7 @@ def complete_group(
         index: Which group it is, for messages.
 
     Returns:
-        A new dict: `params` (tensors, or (name, tensor) pairs), `algorithm` and every hyper-parameter of that algorithm.
+        A new dict: `params` (tensors, or (name, tensor) pairs), `algorithm` and all its hyper-parameters.
 
     Raises:
         TypeError: If it is not a dict, or has unknown keys or values of the wrong type.
@@ -225,9 +223,7 @@ def _refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: 
     for key in unknown:
         if key in MUON_KEYS or key in ADAMW_KEYS:
             found = f"no hyper-parameter of {algorithm}, which this group takes"
-            raise TypeError(
-                message(f"{where}[{key!r}]", found=found, do="Remove it, or change the algorithm")
-            )
+            raise TypeError(message(f"{where}[{key!r}]", found=found, do="Remove it, or change the algorithm"))
         if key in _LATER:
             raise ValueError(message(f"{where}[{key!r}]", found="not in this version", do="Remove it"))
 
@@ -256,9 +252,7 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
     """
     params = group["params"]
     if isinstance(params, (set, frozenset)):
-        raise TypeError(
-            message(where, found="a set of parameters", do="Use a list: the order of a set is random")
-        )
+        raise TypeError(message(where, found="a set of parameters", do="Use a list: the order of a set is random"))
     listed = [params] if isinstance(params, Tensor) else list(params)
     names = group.get("param_names", group.get("names"))
     if names is not None and not any(isinstance(item, tuple) for item in listed):
@@ -276,9 +270,7 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
     return listed
 
 
-def check_group_parameters(
-    group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, index: int
-) -> None:
+def check_group_parameters(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, index: int) -> None:
     """Check that a group's parameters can take its algorithm, and are not in another group.
 
     Args:
@@ -293,9 +285,7 @@ def check_group_parameters(
     taken = {id(tensor) for other in others for tensor in other["params"]}
     taken_names = {name for other in others for name in other.get("param_names", ())}
     for position, item in enumerate(group["params"]):
-        name, tensor = (
-            item if isinstance(item, tuple) and len(item) == 2 else (_unnamed(index, position), item)
-        )
+        name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (_unnamed(index, position), item)
         check_parameter(name, tensor)
         if id(tensor) in taken or name in taken_names:
             found = "already in another parameter group"
@@ -304,9 +294,7 @@ def check_group_parameters(
             MatrixView.of(group["view"]).blocks(name, tuple(tensor.shape))
 
 
-def group_records(
-    param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]
-) -> list[ParameterRecord]:
+def group_records(param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> list[ParameterRecord]:
     """Describe every parameter of an optimizer as data.
 
     Args:
@@ -352,9 +340,7 @@ def _algorithm(group: Mapping[str, Any], params: Sequence[Any], *, where: str) -
     odd = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, Tensor) or tensor.ndim != 2]
     if odd:
         found = f"no algorithm, and parameters that are not 2-D (positions {some(map(str, odd))})"
-        raise ValueError(
-            message(where, found=found, do='Add algorithm="muon" or algorithm="adamw" to the group')
-        )
+        raise ValueError(message(where, found=found, do='Add algorithm="muon" or algorithm="adamw" to the group'))
     return "muon"
 
 

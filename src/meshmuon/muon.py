@@ -42,8 +42,8 @@ logger = logging.getLogger("meshmuon")
 class Muon(Optimizer):
     """Trains a whole model: hidden matrices with Muon, everything else with AdamW.
 
-    Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalized momentum of each matrix. `print(opt)`
-    shows which parameter takes which algorithm, and why.
+    Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalized momentum of each matrix.
+    `print(opt)` shows which parameter takes which algorithm, and why.
 
     The first nine arguments are torch.optim.Muon's, in name, order and meaning. Two defaults differ on purpose: the
     coefficients, and the lr rule, which lets you keep your AdamW learning rate. For torch's own behaviour write
@@ -155,7 +155,7 @@ class Muon(Optimizer):
             logger.info("%s", self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimization step.
 
         Args:
@@ -223,8 +223,9 @@ class Muon(Optimizer):
             param = self._tensor(matrix.parameter)
             if param.grad is None:
                 continue
-            views = map(matrix.block.select, (param, param.grad, self.state[param]["momentum_buffer"]))
-            items.append(MatrixTensors(matrix, *views, offset=offset))
+            select = matrix.block.select
+            buffer = self.state[param]["momentum_buffer"]
+            items.append(MatrixTensors(matrix, select(param), select(param.grad), select(buffer), offset))
             offset += matrix.count
         return items
 
@@ -321,9 +322,7 @@ class Muon(Optimizer):
         check_group_parameters(group, self.param_groups, index=index)
         allowed = set(group)
         super().add_param_group(group)
-        for key in (
-            set(self.defaults) - allowed
-        ):  # torch fills in every default; these belong to the other algorithm
+        for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm
             self.param_groups[-1].pop(key, None)
         if self._snapshot is not None:
             self._current_plan()
@@ -378,9 +377,7 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if (
-            "_execution" in state
-        ):  # a copy or an unpickled optimizer; torch's load_state_dict comes by here as well
+        if "_execution" in state:  # a copy or an unpickled optimizer; torch's load_state_dict comes by here as well
             self._start()
 
     def __repr__(self) -> str:

@@ -93,9 +93,7 @@ class Attention(nn.Module):
         Returns:
             A tensor of the same shape.
         """
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v)
-        )
+        q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(-2))
 

@@ -44,9 +44,7 @@ def build_app() -> "typer.Typer":
     def root(
         version: Annotated[
             bool,
-            typer.Option(
-                "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-            ),
+            typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
         ] = False,
     ) -> None:
         """Muon for hidden matrices, AdamW for the rest: one optimizer for a whole model."""

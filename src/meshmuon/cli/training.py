@@ -209,9 +209,7 @@ def _run(config: TrainConfig, corpus: Corpus) -> Iterator[Record]:
     held_out = spread_windows(corpus.validation, window=window, count=config.validation_windows)
     held_out = held_out.to(config.device)
     size = sum(p.numel() for p in model.parameters())
-    yield Started(
-        torch_version=torch.__version__, parameters=size, routing=table, corpus=corpus.facts, config=config
-    )
+    yield Started(torch_version=torch.__version__, parameters=size, routing=table, corpus=corpus.facts, config=config)
     begin = time.perf_counter()
     first = last = mean_loss(model, held_out, batch=config.batch)
     yield Validated(step=0, loss=first, elapsed=time.perf_counter() - begin)

@@ -1,0 +1,1 @@
+"""MOVE it: the only code that calls collectives, or asks about other ranks."""

@@ -75,9 +75,7 @@ class Agreement:
             return Verdict(go=True)
         device = watched[0].tensor.device if watched else found_inf.device  # type: ignore[union-attr]
         names, finite = _finite(watched, device)
-        overflow = (
-            torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
-        )
+        overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
         report = _Report(self._steps, names, finite, overflow, None)
         if device.type == "cpu" or self._policy == "raise" or self._steps == 1:
             return Verdict(go=self._account(report))
@@ -123,9 +121,7 @@ class Agreement:
             raise NonFiniteGradientError(message(f"step {report.step}", found=found, do=do))
         self._skipped += 1
         do = 'The step was skipped and nothing was changed; non_finite="raise" stops instead'
-        warnings.warn(
-            message(f"step {report.step}", found=found, do=do), NonFiniteGradientWarning, stacklevel=2
-        )
+        warnings.warn(message(f"step {report.step}", found=found, do=do), NonFiniteGradientWarning, stacklevel=2)
         return False
 
 

@@ -1,0 +1,1 @@
+"""WHERE a matrix lives: views, names, records; the only code that knows DTensor."""

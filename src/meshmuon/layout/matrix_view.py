@@ -134,7 +134,7 @@ class MatrixView:
         if isinstance(value, MatrixView):
             return value
         if value is None:
-            return cls()
+            return WHOLE
         known = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(known):
             raise TypeError(message("view", found=f"{value!r}", do=f"Use View(...) with {', '.join(known)}"))
@@ -193,9 +193,7 @@ class MatrixView:
         """Leading dims, rows, and the dims that make up the columns."""
         least = 3 if self.experts else 2
         if len(shape) < least or (len(shape) > 2 and not (self.experts or self.flatten)):
-            found = f"{len(shape)}-D of shape {shape}" + (
-                f" with view {self.as_dict()}" if self.as_dict() else ""
-            )
+            found = f"{len(shape)}-D of shape {shape}" + (f" with view {self.as_dict()}" if self.as_dict() else "")
             do = (
                 f"View(experts=True) needs at least 3 dims; a plain matrix has 2. {TWO_WAYS_OUT}"
                 if self.experts or len(shape) > 2
@@ -210,9 +208,7 @@ class MatrixView:
             side = out if self.heads_on == "rows" else math.prod(rest)
             if side % self.heads:
                 found = f"{side} {self.heads_on} do not divide into {self.heads} heads"
-                raise ValueError(
-                    message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on=")
-                )
+                raise ValueError(message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on="))
         return lead, out, tuple(rest)
 
 
@@ -238,3 +234,7 @@ def _intervals(name: str, what: str, sizes: tuple[int, ...] | None, total: int) 
         raise ValueError(message(f"parameter {name!r}", found=found, do="Correct the sizes"))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+# A 2-D parameter that is one matrix (out, in).
+WHOLE = MatrixView()

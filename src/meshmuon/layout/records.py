@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from meshmuon.config import Algorithm
-from meshmuon.layout.matrix_view import Block, MatrixView
+from meshmuon.layout.matrix_view import WHOLE, Block, MatrixView
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Routing:
     name: str
     algorithm: Algorithm
     reason: str
-    view: MatrixView = MatrixView()
+    view: MatrixView = WHOLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,4 @@ def is_flattened(tensor: Tensor) -> bool:
     Returns:
         True if its own class or attributes say so.
     """
-    return (
-        type(tensor).__name__ == "FlatParameter"
-        or hasattr(tensor, "ds_id")
-        or hasattr(tensor, "_is_flat_param")
-    )
+    return type(tensor).__name__ == "FlatParameter" or hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param")

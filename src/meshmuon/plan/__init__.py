@@ -1,0 +1,1 @@
+"""WHO computes what, and together with what: pure data."""

@@ -115,9 +115,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
         "every trainable parameter is routed exactly once; nothing travels",
     ]
     if plan.ranks > 1:
-        lines.append(
-            f"plain tensors: repeated on every one of {plan.ranks} ranks; gradients assumed averaged"
-        )
+        lines.append(f"plain tensors: repeated on every one of {plan.ranks} ranks; gradients assumed averaged")
     if plan.buckets:
         flops = sum(bucket.flops for bucket in plan.buckets)
         widest = max(bucket.workspace_bytes for bucket in plan.buckets)
@@ -146,13 +144,9 @@ def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """
     lines = []
     for index, group in enumerate(param_groups):
-        shown = {
-            key: value for key, value in group.items() if key not in _NOT_SHOWN and value not in (None, {})
-        }
+        shown = {key: value for key, value in group.items() if key not in _NOT_SHOWN and value not in (None, {})}
         values = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
-        lines.append(
-            f"Parameter Group {index}: {group['algorithm']}, {len(group['params'])} tensors, {values}"
-        )
+        lines.append(f"Parameter Group {index}: {group['algorithm']}, {len(group['params'])} tensors, {values}")
     muon = [group for group in param_groups if group["algorithm"] == "muon"]
     if any(g["ns_coefficients"] == "polar_express" and g["adjust_lr_fn"] == "match_rms_adamw" for g in muon):
         lines.append(

@@ -1,0 +1,1 @@
+"""ORTHOGONALIZE it: pure math on plain tensors."""

@@ -143,9 +143,7 @@ def check_schedule(schedule: Schedule) -> None:
             if not math.isfinite(value) or abs(gain) > _FP16_MAX or abs(value) > _FP16_MAX:
                 _refuse(f"the iteration leaves the range of fp16 at step {number} from {start:.4g}")
         if value <= 0.0:
-            _refuse(
-                f"a singular value of {start:.4g} comes out as {value:.3g}: the update would flip its sign"
-            )
+            _refuse(f"a singular value of {start:.4g} comes out as {value:.3g}: the update would flip its sign")
         if value > _UPPER_BOUND:
             _refuse(f"a singular value of {start:.4g} comes out as {value:.3g}, above {_UPPER_BOUND}")
 
@@ -162,13 +160,9 @@ def _refuse(found: str) -> None:
 
 def _check_steps(steps: object) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(
-            message("ns_steps", found=f"{steps!r} ({type(steps).__name__})", do="Use a whole number")
-        )
+        raise TypeError(message("ns_steps", found=f"{steps!r} ({type(steps).__name__})", do="Use a whole number"))
     if not 1 <= steps <= MAX_STEPS:
-        raise ValueError(
-            message("ns_steps", found=str(steps), do=f"Use 1 to {MAX_STEPS}; 5 is the usual choice")
-        )
+        raise ValueError(message("ns_steps", found=str(steps), do=f"Use 1 to {MAX_STEPS}; 5 is the usual choice"))
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,9 +23,7 @@ from meshmuon.polar.operations import Operations
 _MAX_AMPLIFIED_ROUNDING = 0.25
 
 
-def gram_newton_schulz(
-    x: Tensor, *, schedule: Schedule, restarts: Sequence[int], operations: Operations
-) -> Tensor:
+def gram_newton_schulz(x: Tensor, *, schedule: Schedule, restarts: Sequence[int], operations: Operations) -> Tensor:
     """Apply the composed polynomial to the singular values of each matrix, through its Gram matrix.
 
     Args:

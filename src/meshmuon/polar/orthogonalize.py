@@ -55,9 +55,7 @@ class Recipe:
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
-        return cost.workspace_bytes(
-            m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize
-        )
+        return cost.workspace_bytes(m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize)
 
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""
@@ -130,9 +128,7 @@ def orthogonalize(
         TypeError: If x is not a floating-point tensor.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
-        raise TypeError(
-            message("x", found=_kind(x), do="Pass a dense floating-point tensor of shape (..., m, n)")
-        )
+        raise TypeError(message("x", found=_kind(x), do="Pass a dense floating-point tensor of shape (..., m, n)"))
     if x.ndim < 2:
         raise ValueError(message("x", found=f"{x.ndim}-D", do="Pass matrices: shape (..., m, n)"))
     schedule = resolve_schedule(coefficients, steps)
@@ -179,9 +175,7 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
     start = normalised(canonical, eps=recipe.eps).to(recipe.dtype)
     del canonical
     if recipe.form == "gram":
-        result = gram_newton_schulz(
-            start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS
-        )
+        result = gram_newton_schulz(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS)
     else:
         result = newton_schulz(start, schedule=recipe.schedule, operations=_OPERATIONS)
     return result[:, :m, :n]

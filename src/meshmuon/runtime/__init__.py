@@ -1,0 +1,1 @@
+"""WHEN things happen during a step."""

@@ -33,7 +33,7 @@ class _Seen:
 class Snapshot:
     """A plan, and the tensors and settings it was made for.
 
-    accelerate replaces the tensors of an optimizer's groups after construction; `model.to` moves or casts them in place.
+    accelerate replaces the tensors of an optimizer's groups after construction; `model.to` moves or casts them.
     """
 
     plan: Plan
@@ -51,9 +51,7 @@ class Snapshot:
         Returns:
             The snapshot.
         """
-        tensors = tuple(
-            tuple(_Seen(p, p.shape, p.dtype, p.device) for p in group["params"]) for group in param_groups
-        )
+        tensors = tuple(tuple(_Seen(p, p.shape, p.dtype, p.device) for p in group["params"]) for group in param_groups)
         return cls(plan, _settings(param_groups), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:

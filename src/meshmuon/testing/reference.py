@@ -49,9 +49,7 @@ class ReferenceMuon:
         Args:
             grads: One per matrix, or None; never written.
         """
-        self.buffers = self.buffers or [
-            torch.zeros_like(p, dtype=self.state_dtype or p.dtype) for p in self.params
-        ]
+        self.buffers = self.buffers or [torch.zeros_like(p, dtype=self.state_dtype or p.dtype) for p in self.params]
         for p, g, buf in zip(self.params, grads, self.buffers, strict=True):
             if g is None:
                 continue

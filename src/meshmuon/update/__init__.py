@@ -1,0 +1,1 @@
+"""BEFORE and AFTER the orthogonalization: element-wise, on plain tensors."""

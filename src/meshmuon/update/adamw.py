@@ -62,9 +62,7 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
     found_inf = None
     if rule.proceed is not None:
         if not fused:
-            raise RuntimeError(
-                f"no fused AdamW on {tensors[0].param.device}: the step must decide on the host"
-            )
+            raise RuntimeError(f"no fused AdamW on {tensors[0].param.device}: the step must decide on the host")
         found_inf = torch.logical_not(rule.proceed).to(torch.float32)
     adamw(
         [item.work for item in dense],

@@ -12,7 +12,7 @@ from meshmuon.layout.records import Matrix
 
 @dataclass(frozen=True, slots=True)
 class MatrixTensors:
-    """One block's parameter, gradient (until it has been read) and momentum, as views in the block's dims, and its place."""
+    """One block's parameter, gradient (until it has been read) and momentum, as views in its dims; and its place."""
 
     matrix: Matrix
     param: Tensor

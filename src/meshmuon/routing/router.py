@@ -1,0 +1,229 @@
+"""From a model, or names, or groups, to one `Routing` per parameter and the groups they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshmuon.errors import message, some
+from meshmuon.layout.matrix_view import TWO_WAYS_OUT, MatrixView
+from meshmuon.layout.names import normalise_names
+from meshmuon.layout.records import Routing
+from meshmuon.layout.tensors import check_parameter
+from meshmuon.routing.overrides import Choice, Choices, Overrides
+from meshmuon.routing.rules import RULES, Candidate, head_by_size
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTensor:
+    """A parameter together with its routing, before it is put into a group."""
+
+    tensor: Tensor
+    routing: Routing
+
+
+def route_model(
+    model: nn.Module, *, expert_keys: Sequence[str] = ("experts",), overrides: Overrides = None
+) -> list[RoutedTensor]:
+    """Route every trainable parameter of a model.
+
+    Args:
+        model: The model; wrapped by DDP, torch.compile or activation checkpointing or not.
+        expert_keys: Words in the name of a stack of experts.
+        overrides: Pattern → "muon", "adamw" or a view; or a callable (name, parameter) → the same or None.
+
+    Returns:
+        Parameters with their routing, in the model's order, each tensor once.
+
+    Raises:
+        ValueError: If a parameter cannot be routed, or nothing is trainable.
+        TypeError: If a parameter is of a kind that cannot be trained.
+    """
+    holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for leaf, tensor in module._parameters.items():
+            if tensor is not None:
+                holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, module))
+    raw = [(name, tensor) for name, tensor in model.named_parameters()]
+    names = normalise_names(name for name, _ in raw)
+    head = head_by_size(model)
+    candidates = [
+        Candidate(
+            name=name,
+            tensor=tensor,
+            modules=tuple(module for _, module in holders.get(tensor, ())),
+            all_names=tuple(normalise_names(path for path, _ in holders.get(tensor, ()))),
+            is_head_by_size=tensor is head,
+            expert_keys=tuple(expert_keys),
+        )
+        for name, (_, tensor) in zip(names, raw, strict=True)
+    ]
+    return _route(candidates, overrides)
+
+
+def route_names(
+    pairs: Iterable[tuple[str, Tensor]],
+    *,
+    expert_keys: Sequence[str] = ("experts",),
+    overrides: Overrides = None,
+) -> list[RoutedTensor]:
+    """Route parameters by name and shape alone.
+
+    Args:
+        pairs: (name, tensor), e.g. `model.named_parameters()`.
+        expert_keys: Words in the name of a stack of experts.
+        overrides: As in `route_model`.
+
+    Returns:
+        Parameters with their routing, in order.
+
+    Raises:
+        ValueError: If a parameter cannot be routed, is given twice, or nothing is trainable.
+        TypeError: If a parameter is of a kind that cannot be trained.
+    """
+    listed = list(pairs)
+    names = normalise_names(name for name, _ in listed)
+    candidates = [
+        Candidate(name=name, tensor=tensor, expert_keys=tuple(expert_keys))
+        for name, (_, tensor) in zip(names, listed, strict=True)
+    ]
+    seen: dict[Tensor, str] = {}
+    for candidate in candidates:
+        check_parameter(candidate.name, candidate.tensor)
+        first = seen.setdefault(candidate.tensor, candidate.name)
+        if first != candidate.name:
+            found = f"the same tensor as {first!r}"
+            do = "Give each tensor once; Muon(model) understands tied parameters"
+            raise ValueError(message(f"parameter {candidate.name!r}", found=found, do=do))
+    return _route(candidates, overrides)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedGroups:
+    """Group dicts as a user may write them, and the reasons for those parameters that were routed here."""
+
+    groups: list[dict[str, Any]]
+    reasons: dict[str, str]
+
+
+def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Overrides) -> RoutedGroups:
+    """Read what `Muon` accepts as its first argument.
+
+    Args:
+        params: A model, (name, tensor) pairs, group dicts, or matrices.
+        expert_keys: Words in the name of a stack of experts.
+        overrides: As in `route_model`.
+
+    Returns:
+        Groups and reasons.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If it is empty or cannot be routed.
+    """
+    if isinstance(params, nn.Module):
+        return _routed_groups(route_model(params, expert_keys=expert_keys, overrides=overrides))
+    if isinstance(params, (Tensor, str, bytes)) or not isinstance(params, Iterable):
+        found = f"a {type(params).__name__}"
+        raise TypeError(message("params", found=found, do="Pass the model: Muon(model, lr=...)"))
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(message("params", found="a set", do="Use a list: the order of a set is random"))
+    listed: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
+    if not listed:
+        raise ValueError(message("params", found="an empty parameter list", do="Pass the model: Muon(model, lr=...)"))
+    if all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in listed):
+        return _routed_groups(route_names(listed, expert_keys=expert_keys, overrides=overrides))
+    if overrides is not None:
+        do = "Pass the model or named parameters; in group dicts write algorithm= and view= instead"
+        raise ValueError(message("overrides", found="given with parameters that have no names to match", do=do))
+    if all(isinstance(item, Mapping) for item in listed):
+        return RoutedGroups(listed, {})
+    if not all(isinstance(item, Tensor) for item in listed):
+        kinds = sorted({type(item).__name__ for item in listed})
+        do = "Pass the model, model.named_parameters(), group dicts, or matrices"
+        raise TypeError(message("params", found=f"a list of {', '.join(kinds)}", do=do))
+    odd = [f"position {i}: {tuple(t.shape)}" for i, t in enumerate(listed) if t.ndim != 2]
+    if odd:
+        found = f"bare tensors that are not all matrices ({some(odd, limit=3)})"
+        do = (
+            "Without names an embedding looks like a weight matrix, and a bias cannot be orthogonalized. "
+            "Pass the model, Muon(model, ...), or Muon(model.named_parameters(), ...)"
+        )
+        raise TypeError(message("params", found=found, do=do))
+    return RoutedGroups([{"params": listed, "algorithm": "muon"}], {})
+
+
+def _routed_groups(routed: Sequence[RoutedTensor]) -> RoutedGroups:
+    if not routed:
+        raise ValueError(message("params", found="no trainable parameter", do="Unfreeze something (requires_grad)"))
+    return RoutedGroups(groups_of(routed), {item.routing.name: item.routing.reason for item in routed})
+
+
+def param_groups(
+    model: nn.Module, *, expert_keys: Sequence[str] = ("experts",), overrides: Overrides = None
+) -> list[dict[str, Any]]:
+    """Make the parameter groups `Muon(model)` would make, for those who want to edit them.
+
+    Args:
+        model: The model.
+        expert_keys: Words in the name of a stack of experts.
+        overrides: Pattern → "muon", "adamw" or a view; or a callable.
+
+    Returns:
+        Group dicts with named parameters, to be passed to `Muon`: one for Muon per view, one for AdamW.
+    """
+    return groups_of(route_model(model, expert_keys=expert_keys, overrides=overrides))
+
+
+def groups_of(routed: Sequence[RoutedTensor]) -> list[dict[str, Any]]:
+    """Put routed parameters into as few groups as their algorithms and views allow.
+
+    Args:
+        routed: Parameters with their routing.
+
+    Returns:
+        Group dicts, Muon's first, each with named parameters and plain values.
+    """
+    groups: dict[tuple[str, MatrixView], dict[str, Any]] = {}
+    for item in sorted(routed, key=lambda r: r.routing.algorithm == "adamw"):
+        routing = item.routing
+        view = routing.view if routing.algorithm == "muon" else MatrixView()
+        group = groups.setdefault((routing.algorithm, view), {"params": [], "algorithm": routing.algorithm})
+        if routing.algorithm == "muon":
+            group["view"] = view.as_dict()
+        group["params"].append((routing.name, item.tensor))
+    return list(groups.values())
+
+
+def _route(candidates: Sequence[Candidate], overrides: Overrides) -> list[RoutedTensor]:
+    chosen = Choices(overrides)
+    routed = []
+    for candidate in candidates:
+        choice = chosen.choice(candidate.name, candidate.tensor)
+        if not candidate.tensor.requires_grad:
+            continue
+        check_parameter(candidate.name, candidate.tensor)
+        routed.append(RoutedTensor(candidate.tensor, _decide(candidate, choice)))
+    chosen.check_all_matched([candidate.name for candidate in candidates])
+    return routed
+
+
+def _decide(candidate: Candidate, choice: Choice | None) -> Routing:
+    if isinstance(choice, MatrixView):
+        choice.blocks(candidate.name, tuple(candidate.tensor.shape))
+        return Routing(candidate.name, "muon", "override: a view", choice)
+    if choice == "adamw":
+        return Routing(candidate.name, "adamw", "override")
+    proposed = next((routing for rule in RULES if (routing := rule(candidate)) is not None), None)
+    if choice == "muon":
+        view = proposed.view if proposed is not None else MatrixView()
+        view.blocks(candidate.name, tuple(candidate.tensor.shape))
+        return Routing(candidate.name, "muon", "override", view)
+    if proposed is None:
+        found = f"{candidate.tensor.ndim}-D of shape {tuple(candidate.tensor.shape)}"
+        do = TWO_WAYS_OUT.replace("NAME", candidate.name)
+        raise ValueError(message(f"parameter {candidate.name!r}", found=found, do=do))
+    return proposed

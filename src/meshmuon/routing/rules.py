@@ -1,0 +1,176 @@
+"""The rules of routing, in the order they are asked: first match wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from meshmuon.errors import message, some
+from meshmuon.layout.matrix_view import MatrixView
+from meshmuon.layout.records import Routing
+from meshmuon.layout.tensors import FLAT_SHARD
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EMBEDDING_WORDS = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position_emb")
+_HEAD_NAMES = (
+    "lm_head",
+    "unembed",
+    "unembedding",
+    "embed_out",
+    "classifier",
+    "to_logits",
+    "logits",
+    "output_layer",
+)
+# Too common inside a model to mean "head" anywhere but at its top.
+_TOP_HEAD_NAMES = ("head", "heads", "output", "fc", "score")
+_TOP_PREFIXES = ("model", "transformer", "backbone")
+_LORA_WORDS = ("lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding", "lora_magnitude")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a rule may look at: one trainable parameter and the modules that hold it (several if it is tied)."""
+
+    name: str
+    tensor: Tensor
+    modules: tuple[nn.Module, ...] = ()
+    all_names: tuple[str, ...] = ()
+    is_head_by_size: bool = False
+    expert_keys: tuple[str, ...] = ()
+
+    @property
+    def leaf(self) -> str:
+        """The last part of its name."""
+        return self.name.rsplit(".", 1)[-1].lower()
+
+    @property
+    def owner(self) -> str:
+        """What the reason says about where the knowledge comes from."""
+        if not self.modules:
+            return "by name"
+        kind = type(self.modules[0])
+        return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+
+
+Rule: TypeAlias = "Callable[[Candidate], Routing | None]"
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or type(module).__name__.endswith("Embedding")
+
+
+def _flat_shard(c: Candidate) -> Routing | None:
+    matrix_modules = (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED)
+    if c.tensor.ndim == 1 and c.leaf == "weight" and any(isinstance(m, matrix_modules) for m in c.modules):
+        found = f"the 1-D weight of a {c.owner}, {c.tensor.numel():,} elements"
+        raise ValueError(message(f"parameter {c.name!r}", found=found, do=FLAT_SHARD))
+    return None
+
+
+def _few_dims(c: Candidate) -> Routing | None:
+    return Routing(c.name, "adamw", "fewer than 2 dims") if c.tensor.ndim < 2 else None
+
+
+def _embedding(c: Candidate) -> Routing | None:
+    if any(_is_embedding(module) for module in c.modules):
+        others = [name for name in c.all_names if name != c.name]
+        tied = f", tied to {some(others, limit=2)}" if others else ""
+        return Routing(c.name, "adamw", f"embedding{tied}")
+    # With modules at hand their type decides; only a bare parameter (`pos_embed`) is judged by its own name.
+    name = c.leaf if c.modules else c.name.lower()
+    if any(word in name for word in _EMBEDDING_WORDS) and not _is_head_name(c.name):
+        return Routing(c.name, "adamw", "embedding, by name")
+    return None
+
+
+def _is_head_name(name: str) -> bool:
+    parts = [part.lower() for part in name.split(".") if not part.isdigit()]
+    parts = parts[:-1] if parts and parts[-1] in ("weight", "kernel") else parts
+    if parts and parts[-1] in _HEAD_NAMES:
+        return True
+    path = [part for part in parts[:-1] if part not in _TOP_PREFIXES]
+    return bool(parts) and parts[-1] in _TOP_HEAD_NAMES and not path
+
+
+def head_by_size(model: nn.Module) -> Tensor | None:
+    """The last nn.Linear, if it alone has the shape of an embedding.
+
+    Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
+    """
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = (getattr(module, "weight", None) for module in model.modules() if _is_embedding(module))
+    vocabularies = {weight.shape for weight in weights if isinstance(weight, Tensor)}
+    if not linears or linears[-1].shape not in vocabularies:
+        return None
+    return linears[-1] if sum(weight.shape == linears[-1].shape for weight in linears) == 1 else None
+
+
+def _head(c: Candidate) -> Routing | None:
+    if c.tensor.ndim != 2:
+        return None
+    if _is_head_name(c.name):
+        return Routing(c.name, "adamw", "output head, by name")
+    if c.is_head_by_size:
+        return Routing(c.name, "adamw", "output head: the last nn.Linear, shaped like the embedding")
+    return None
+
+
+def _bias(c: Candidate) -> Routing | None:
+    return Routing(c.name, "adamw", "bias, by name") if "bias" in c.leaf else None
+
+
+def _low_rank_factor(c: Candidate) -> Routing | None:
+    if any(word in c.name.lower() for word in _LORA_WORDS):
+        return Routing(c.name, "adamw", "low-rank factor (LoRA), by name")
+    return None
+
+
+def _convolution(c: Candidate) -> Routing | None:
+    module = next((m for m in c.modules if isinstance(m, (*_CONVOLUTIONS, *_TRANSPOSED))), None)
+    if module is None:
+        return None
+    view = MatrixView(flatten=True, transposed=isinstance(module, _TRANSPOSED))
+    if module.groups != 1:
+        return Routing(c.name, "adamw", f"grouped convolution ({module.groups} groups)", view)
+    seen = "(out, in·k)" if view.transposed else "(out, rest)"
+    return Routing(c.name, "muon", f"{c.owner} seen as {seen}", view)
+
+
+def _experts(c: Candidate) -> Routing | None:
+    key = next((key for key in c.expert_keys if key in c.name), None)
+    if c.tensor.ndim < 3 or key is None:
+        return None
+    return Routing(c.name, "muon", f'stack of experts ("{key}" in its name)', MatrixView(experts=True))
+
+
+def _vector_in_disguise(c: Candidate) -> Routing | None:
+    if c.tensor.ndim >= 3 and sum(size > 1 for size in c.tensor.shape) <= 1:
+        return Routing(c.name, "adamw", "a vector: one dim is larger than 1")
+    return None
+
+
+def _hidden_matrix(c: Candidate) -> Routing | None:
+    if c.tensor.ndim != 2:
+        return None
+    # transformers' GPT-2 layer, found by its class name: transformers is no dependency of ours.
+    stored_in_out = any(type(m).__name__ == "Conv1D" and not isinstance(m, nn.Conv1d) for m in c.modules)
+    return Routing(c.name, "muon", f"hidden matrix ({c.owner})", MatrixView(transposed=stored_in_out))
+
+
+RULES: tuple[Rule, ...] = (
+    _flat_shard,
+    _few_dims,
+    _embedding,
+    _head,
+    _bias,
+    _low_rank_factor,
+    _convolution,
+    _experts,
+    _vector_in_disguise,
+    _hidden_matrix,
+)
