@@ -56,8 +56,8 @@ Writes log.jsonl and curve.png, and ends with a verdict and a sample.
 Exit codes: 0 finished, 1 the loss stopped being finite, 2 bad input, 130 interrupted.
 """
 
-_Steps = typer.Option(min=1, help="Optimizer steps.", show_default="tiny 250, small 1000")
-_Lr = typer.Option(help="Peak learning rate.", show_default="tiny 4e-3, small 2e-3")
+_Steps = typer.Option(min=1, help="Optimizer steps.", show_default="tiny 400, small 1000")
+_Lr = typer.Option(help="Peak learning rate.", show_default="tiny 1e-2, small 2e-3")
 _Seed = typer.Option(min=0, help="Decides initial weights, batches and the sample.")
 _Corpus = typer.Option(help="File or folder to learn, as bytes.", show_default="Python's standard library")
 _Out = typer.Option(help="Folder for log.jsonl and curve.png.", show_default="runs/<date-time>")

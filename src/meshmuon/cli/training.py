@@ -142,7 +142,7 @@ def preset(size: Literal["tiny", "small"]) -> TrainConfig:
 
     if size == "tiny":
         model = GPTConfig(width=128, layers=4, heads=4, context=128)
-        return TrainConfig(model=model, steps=250, batch=16, lr=4e-3)
+        return TrainConfig(model=model, steps=400, batch=16, lr=1e-2)
     if size == "small":
         model = GPTConfig(width=384, layers=6, heads=6, context=256)
         return TrainConfig(model=model, steps=1000, batch=32, lr=2e-3)

@@ -148,7 +148,7 @@ def orthogonalize(
     stack = x.detach().reshape(-1, rows, cols)
     stack = stack.mT if rows > cols else stack
     at_once = max(1, _DEFAULT_WORKSPACE // recipe.workspace_bytes(m, n))
-    parts = [orthogonalize_stack(part.to(recipe.input_dtype), recipe) for part in stack.split(at_once)]
+    parts = [orthogonalize_stack(part, recipe) for part in stack.split(at_once)]
     result = torch.cat(parts) if len(parts) > 1 else parts[0]
     result = result.mT if rows > cols else result
     return result.to(x.dtype).reshape(x.shape)
@@ -167,9 +167,9 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
     batch, m, n = x.shape
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
-    wide = torch.float64 if recipe.dtype == torch.float64 else torch.float32
     if recipe.form == "svd":
-        return _svd_polar(normalised(x.to(wide, copy=True), eps=recipe.eps))
+        return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
+    wide = torch.float64 if recipe.dtype == torch.float64 else torch.float32
     canonical = torch.zeros(batch, cost.padded(m), cost.padded(n), dtype=wide, device=x.device)
     canonical[:, :m, :n].copy_(x)
     start = normalised(canonical, eps=recipe.eps).to(recipe.dtype)
@@ -202,11 +202,16 @@ def normalised(x: Tensor, *, eps: float) -> Tensor:
     return x.div_(torch.where(norm > 0, norm, eps))
 
 
-def _svd_polar(x: Tensor) -> Tensor:
-    """U·Vᵀ over the numerically non-zero singular values; the rest stays zero, so that zero gives zero."""
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    threshold = max(x.shape[-2:]) * torch.finfo(x.dtype).eps * s[:, :1]
-    keep = (s > threshold).to(x.dtype)
+def _svd_polar(x: Tensor, *, eps: float) -> Tensor:
+    """U·Vᵀ in float64, over the singular values that stand out from the rounding of the input.
+
+    Rounding the entries of an m×n matrix (m <= n) adds singular values of up to about 0.6·eps / sqrt(m) of the largest.
+    The rest stays zero, so that zero gives zero and a low rank stays low.
+    """
+    u, s, vh = torch.linalg.svd(normalised(x.to(torch.float64, copy=True), eps=eps), full_matrices=False)
+    own_error = x.shape[-1] * torch.finfo(torch.float64).eps
+    threshold = max(own_error, 2.0 * torch.finfo(x.dtype).eps / x.shape[-2] ** 0.5)
+    keep = (s > threshold * s[:, :1]).to(s.dtype)
     return torch.bmm(u * keep.unsqueeze(-2), vh)
 
 

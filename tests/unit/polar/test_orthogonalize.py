@@ -1,0 +1,158 @@
+"""The public function: right numbers in every form and dtype, no scale, no surprises at the edges."""
+
+import pytest
+import torch
+
+from benchmarks.numerics import DTYPES, FORMS, measure, spectra
+from meshmuon import Orthogonalizer, orthogonalize
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
+from meshmuon.polar.operations import TorchOperations
+from meshmuon.polar.orthogonalize import choose_recipe
+from meshmuon.testing import plain_newton_schulz, svd_polar
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "steps"), [("polar_express", 5), ("keller", 5), ("you", 5), ("polar_express", 10)])
+def test_no_set_diverges_flips_a_sign_or_exceeds_the_bound(name, steps, form, dtype):
+    for shape in ((48, 48), (32, 128)):
+        for kind, x in spectra(*shape, seed=1):
+            got = measure(x, coefficients=name, steps=steps, form=form, dtype=dtype)
+            assert got.is_sound, (kind, shape, got)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gram_form_without_its_restarts_would_diverge(dtype):
+    """The sabotage of the test above: the restarts are what keeps it sound."""
+    x = dict(spectra(32, 128, seed=1))["power law 1e5"]
+    start = (x / x.norm()).to(getattr(torch, dtype)).unsqueeze(0)
+    schedule = resolve_schedule("polar_express", 10)
+    wild = gram_newton_schulz(start, schedule=schedule, restarts=(), operations=TorchOperations())
+    assert not (torch.isfinite(wild).all() and torch.linalg.matrix_norm(wild[0].double(), 2) < 1.35)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["polar_express", "keller", "you"])
+@pytest.mark.parametrize("shape", [(24, 24), (16, 70), (70, 16), (1, 9), (9, 1), (1, 1)])
+def test_equals_the_iteration_as_papers_write_it(shape, name, form):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    truth = plain_newton_schulz(x, resolve_schedule(name, 5))
+    assert distance(orthogonalize(x, coefficients=name, form=form, dtype="float32"), truth) < 5e-5  # 6e-8 lifted ~1e3x
+    assert distance(orthogonalize(x.double(), coefficients=name, form=form), truth) < 1e-11
+
+
+def test_svd_form_is_exact():
+    x = torch.randn(20, 33, dtype=torch.float64)
+    assert distance(orthogonalize(x, form="svd"), svd_polar(x)) < 1e-12
+    low_rank = torch.randn(20, 2, dtype=torch.float64) @ torch.randn(2, 33, dtype=torch.float64)
+    assert torch.linalg.matrix_rank(orthogonalize(low_rank, form="svd")) == 2
+
+
+@pytest.mark.parametrize("form", ["auto", "standard", "gram", "svd"])
+@pytest.mark.parametrize("factor", [1e-30, 1e-12, 3.7, 1e12, 1e30])
+def test_scale_does_not_matter(factor, form):
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    assert distance(orthogonalize(x * factor, form=form), orthogonalize(x, form=form)) < 1e-5
+
+
+@pytest.mark.parametrize("exponent", [-100, -60, -1, 1, 50, 100])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_powers_of_two_do_not_change_a_bit(exponent, form):
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(orthogonalize(x * 2.0**exponent, form=form), orthogonalize(x, form=form))
+
+
+@pytest.mark.parametrize("factor", [1e-45, 1e-42, 1e-38, 3e37])
+@pytest.mark.parametrize("form", ["standard", "gram", "svd"])
+def test_beyond_the_range_it_stays_finite_and_bounded(factor, form):
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)) * factor
+    y = orthogonalize(x, form=form)
+    assert torch.isfinite(y).all()
+    assert torch.linalg.matrix_norm(y, 2) <= 1.35
+
+
+@pytest.mark.parametrize("form", ["auto", "standard", "gram", "svd"])
+def test_zero_gives_zero_and_empty_gives_empty(form):
+    assert torch.equal(orthogonalize(torch.zeros(7, 5), form=form), torch.zeros(7, 5))
+    for shape in ((0, 5), (5, 0), (0, 0), (3, 0, 4), (0, 3, 4)):
+        assert orthogonalize(torch.zeros(shape), form=form).shape == shape
+
+
+def test_leading_dims_are_batches_and_dtype_and_shape_come_back():
+    x = torch.randn(2, 3, 8, 12)
+    y = orthogonalize(x)
+    assert torch.equal(y[1, 2], orthogonalize(x[1, 2]))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert orthogonalize(x.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["standard", "gram", "svd"])
+def test_the_input_is_never_written(dtype, form):
+    x = torch.randn(16, 32).to(dtype)  # 16-aligned: no padding copy to hide behind
+    before = x.clone()
+    orthogonalize(x, form=form, dtype=str(dtype).removeprefix("torch."))
+    assert torch.equal(x, before)
+
+
+def test_auto_restarts_are_those_measured_to_be_needed():
+    five = resolve_schedule("polar_express", 5)
+    assert choose_restarts(five, torch.float16) == (2,)
+    assert choose_restarts(five, torch.bfloat16) == (2, 4)
+    assert choose_restarts(five, torch.float32) == ()
+    assert choose_restarts(resolve_schedule("polar_express", 10), torch.float16) == (2, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "steps"), [("polar_express", 5), ("polar_express", 8), ("keller", 8), ("keller", 20)])
+def test_auto_restarts_survive_a_fuzz_of_low_ranks(name, steps, dtype):
+    generator = torch.Generator().manual_seed(5)
+    for rank in (1, 2, 4, 16):
+        x = torch.randn(8, 32, rank, generator=generator) @ torch.randn(8, rank, 64, generator=generator)
+        y = orthogonalize(x, coefficients=name, steps=steps, form="gram", dtype=str(dtype).removeprefix("torch."))
+        assert torch.linalg.matrix_norm(y.double(), 2).max() <= 1.35
+
+
+def test_auto_takes_the_cheaper_form_and_fp32_on_a_cpu():
+    def recipe(m, n):
+        return choose_recipe(
+            m,
+            n,
+            schedule=resolve_schedule("polar_express", 5),
+            orthogonalizer=Orthogonalizer(),
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            eps=1e-7,
+        )
+
+    assert (recipe(64, 64).form, recipe(64, 64).dtype) == ("standard", torch.float32)
+    assert recipe(64, 256).form == "gram"
+    assert recipe(64, 256).flops(64, 256) < recipe(64, 64).flops(64, 256)
+
+
+@pytest.mark.parametrize(
+    ("x", "error"),
+    [(torch.randn(3), ValueError), (torch.ones(2, 2, dtype=torch.int64), TypeError), ([[1.0]], TypeError)],
+)
+def test_wrong_inputs_are_refused(x, error):
+    with pytest.raises(error, match="x:"):
+        orthogonalize(x)
+
+
+@pytest.mark.parametrize("restarts", [(5,), (0,), (2, 2), (3, 1), "never", 2])
+def test_wrong_restarts_are_refused(restarts):
+    with pytest.raises((ValueError, TypeError), match="restarts"):
+        choose_recipe(
+            4,
+            4,
+            schedule=resolve_schedule("keller", 5),
+            orthogonalizer=Orthogonalizer(restarts=restarts),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            eps=1e-7,
+        )
