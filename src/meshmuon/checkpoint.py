@@ -7,11 +7,12 @@ kept, and a state that does not fit is refused by the parameter's name, at load.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshmuon._compat import has_fused_adamw
 from meshmuon.errors import CheckpointError, message, some
@@ -102,6 +103,41 @@ def adapted_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, A
 
 def _step_device(param: Tensor) -> torch.device:
     return param.device if has_fused_adamw(param.device) else torch.device("cpu")
+
+
+def load_checked(optimizer: Optimizer, state_dict: dict[str, Any], *, load: Callable[[dict[str, Any]], None]) -> None:
+    """Let torch load a state dict, checked before and put right after.
+
+    Args:
+        optimizer: The optimizer to load into.
+        state_dict: The saved state.
+        load: torch's own `load_state_dict` of that optimizer.
+
+    Raises:
+        CheckpointError: Names what does not fit; nothing was changed.
+    """
+    accepted: dict[str, Any] = {}
+
+    def accept(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        accepted.update(check_state_dict(given, optimizer.param_groups))
+        return accepted
+
+    def restore(_: Optimizer) -> None:
+        # torch has cast the state to the parameters' dtypes by now: take it from the source once more.
+        for group, saved in zip(optimizer.param_groups, accepted["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group)
+
+    # Last before and first after torch's own work, so that a user's hooks see and may change everything.
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(accept),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    ]
+    try:
+        load(state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:

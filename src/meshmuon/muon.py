@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon.checkpoint import adapted_state, check_state_dict, state_fits
+from meshmuon.checkpoint import adapted_state, load_checked, state_fits
 from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode
 from meshmuon.exchange.agreement import Agreement, NamedGradient
 from meshmuon.exchange.exchange import Exchange
@@ -342,28 +342,7 @@ class Muon(Optimizer):
             CheckpointError: Names what does not fit; nothing was changed.
         """
         self._current_plan()
-        accepted: dict[str, Any] = {}
-
-        def accept(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            accepted.update(check_state_dict(given, self.param_groups))
-            return accepted
-
-        def restore(_: Optimizer) -> None:
-            # torch has cast the state to the parameters' dtypes by now: take it from the source once more.
-            for group, saved in zip(self.param_groups, accepted["param_groups"], strict=True):
-                for param, key in zip(group["params"], saved["params"], strict=True):
-                    self.state[param] = adapted_state(accepted["state"].get(key, {}), param, group)
-
-        # Last before and first after torch's own work, so that a user's hooks see and may change everything.
-        hooks = [
-            self.register_load_state_dict_pre_hook(accept),
-            self.register_load_state_dict_post_hook(restore, True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        load_checked(self, state_dict, load=super().load_state_dict)
         self._snapshot = None
         self._current_plan()
 

@@ -36,7 +36,8 @@ def appearances(x, form):
             for offset in (1, 2, 3):
                 yield f"misaligned by {offset}", orthogonalize(misaligned(x, offset), form=form)
             yield "transposed storage", orthogonalize(x.T.contiguous().T, form=form)
-            yield "transposed", orthogonalize(x.T, form=form).T
+            if x.shape[0] != x.shape[1]:  # a square one is taken as it stands
+                yield "transposed", orthogonalize(x.T, form=form).T
             for size in (2, 3, 8):
                 stack = torch.cat([others[: size - 1], x[None]])
                 yield f"last of {size}", orthogonalize(stack, form=form)[-1]

@@ -27,8 +27,8 @@ class ReferenceMuon:
         adjust_lr_fn: The lr rule.
         weight_decay_mode: How to decay.
         polar: From the averaged gradient to its direction, in fp32.
-        buffers: The momentum of each matrix, in its dtype unless `state_dtype` says otherwise.
-        state_dtype: Dtype of the buffers.
+        state_dtype: Dtype of the momentum; None: the parameter's own.
+        buffers: The momentum of each matrix.
     """
 
     params: Sequence[Tensor]

@@ -183,9 +183,7 @@ def test_bad_corpus_exits_with_two_and_names_the_path(tmp_path: Path, content: o
     assert not (tmp_path / "run").exists()
 
 
-def test_other_bad_input_exits_with_two(
-    tmp_path: Path, small_corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_bad_input_exits_with_two(tmp_path: Path, small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log.jsonl").write_text("another run\n")
     taken = run("--steps", "1", "--corpus", str(small_corpus), "--out", str(tmp_path))
     assert (taken.exit_code, str(tmp_path / "log.jsonl") in taken.stderr) == (2, True)

@@ -1,0 +1,138 @@
+"""Section C, first half: which parameter takes which algorithm."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import Muon, View, param_groups
+from tests.unit.regressions.tools import Holder, must_fail, parameter, reasons, routes
+
+
+class Tied(nn.Module):
+    def __init__(self, *, head_first: bool) -> None:
+        super().__init__()
+        modules = [("tok", nn.Embedding(20, 8)), ("hidden", nn.Linear(8, 8)), ("lm_head", nn.Linear(8, 20, bias=False))]
+        for name, module in reversed(modules) if head_first else modules:
+            self.add_module(name, module)
+        self.lm_head.weight = self.tok.weight
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_embedding_takes_muon_through_its_other_name(head_first: bool) -> None:
+    """#29: tied means one parameter and one algorithm, by whichever name it is found first."""
+    model = Tied(head_first=head_first)
+    opt = Muon(model)
+    found = routes(opt)
+    name = "lm_head.weight" if head_first else "tok.weight"
+    assert found == {name: "adamw", "hidden.weight": "muon", "hidden.bias": "adamw"}
+    assert "tied" in reasons(opt)[name]
+    assert sum(p is model.tok.weight for group in opt.param_groups for p in group["params"]) == 1
+    # A layer that shares the embedding's weight under a name that says nothing is tied all the same.
+    shared = Holder(first=nn.Linear(8, 20, bias=False), hidden=nn.Linear(8, 8), table=nn.Embedding(20, 8))
+    shared.first.weight = shared.table.weight
+    assert routes(Muon(shared))["first.weight"] == "adamw"
+
+
+def check_no_table_takes_muon(found: dict[str, str]) -> None:
+    for name, algorithm in found.items():
+        table = any(word in name for word in ("embed", "wte", "head", "output", "table", "score"))
+        assert algorithm == ("adamw" if table else "muon"), name
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "embedding by type": lambda: Holder(table=nn.Embedding(20, 8), hidden=nn.Linear(8, 8, bias=False)),
+    "embedding bag": lambda: Holder(table=nn.EmbeddingBag(20, 8), hidden=nn.Linear(8, 8, bias=False)),
+    "bare position table": lambda: Holder(pos_embed=parameter(20, 8), hidden=nn.Linear(8, 8, bias=False)),
+    "head by name": lambda: Holder(hidden=nn.Linear(8, 8, bias=False), lm_head=nn.Linear(8, 30, bias=False)),
+    "head at the top": lambda: Holder(hidden=nn.Linear(8, 8, bias=False), head=nn.Linear(8, 30, bias=False)),
+    "output at the top": lambda: Holder(hidden=nn.Linear(8, 8, bias=False), output=nn.Linear(8, 30, bias=False)),
+    "inside a wrapper": lambda: Holder(
+        model=Holder(hidden=nn.Linear(8, 8, bias=False)), score=nn.Linear(8, 2, bias=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_embeddings_and_heads_are_orthogonalized(kind: str) -> None:
+    """#30: a row of these belongs to a token; orthogonalized, rare tokens move as far as frequent ones."""
+    model = MODELS[kind]()
+    found = routes(Muon(model))
+    assert "muon" in found.values() and "adamw" in found.values()
+    check_no_table_takes_muon(found)
+    must_fail(check_no_table_takes_muon, dict.fromkeys(found, "muon"))
+    by_name = routes(Muon((name.replace("table", "wte"), p) for name, p in model.named_parameters()))
+    check_no_table_takes_muon(by_name)
+    wrapped = routes(Muon(nn.DataParallel(model)))
+    assert wrapped == found, "a wrapper's prefix must not change the routes"
+
+
+def test_a_head_under_any_name_is_orthogonalized() -> None:
+    """#30: the last nn.Linear with the embedding's shape is the head, whatever it is called."""
+    model = Holder(table=nn.Embedding(20, 8), hidden=nn.Linear(8, 8, bias=False), last=nn.Linear(8, 20, bias=False))
+    opt = Muon(model)
+    assert routes(opt) == {"hidden.weight": "muon", "table.weight": "adamw", "last.weight": "adamw"}
+    assert "head" in reasons(opt)["last.weight"]
+
+
+def test_hidden_layers_with_the_word_head_in_a_parent_lose_muon() -> None:
+    """#22 and #30, the other way round: excluding too much is as silent as excluding too little."""
+    block = Holder(heads=Holder(q=nn.Linear(8, 8, bias=False)), output=nn.Linear(8, 8, bias=False))
+    found = routes(Muon(Holder(blocks=nn.ModuleList([block, block]), embedding_proj=nn.Linear(8, 8, bias=False))))
+    assert found == {
+        "blocks.0.heads.q.weight": "muon",
+        "blocks.0.output.weight": "muon",
+        "embedding_proj.weight": "muon",
+    }
+
+
+def test_excluded_matrices_fall_to_another_learning_rate_unseen() -> None:
+    """#31: 19 matrices fell to AdamW at a tenth of the rate. The rate each algorithm uses is printed."""
+    model = Holder(a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 8, bias=False))
+    opt = Muon(model, lr=0.02, adamw_lr_ratio=0.125, overrides={"b.*": "adamw"})
+    lines = {line.split(":")[1].split(",")[0].strip(): line for line in str(opt).splitlines() if "Parameter Group" in line}
+    assert "lr=0.02" in lines["muon"] and "adjust_lr_fn=match_rms_adamw" in lines["muon"]
+    assert "lr=0.02" in lines["adamw"] and "adamw_lr_ratio=0.125" in lines["adamw"]
+    opt.param_groups[1]["lr"] = 0.5
+    assert "lr=0.5" in str(opt), "the print must show the rates as they are now"
+    row = next(line for line in str(opt).splitlines() if " b.weight " in line)
+    assert row.startswith("adamw") and "override" in row
+    # And it is the rate that acts.
+    before = model.b.weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.param_groups[1]["weight_decay"] = 0.0
+    opt.step()
+    assert torch.allclose(before - model.b.weight, torch.full((8, 8), 0.5 * 0.125), rtol=1e-5)
+
+
+DEPTHWISE = {
+    "depthwise 1-D": (lambda: nn.Conv1d(6, 6, 3, groups=6), "adamw"),
+    "depthwise 2-D": (lambda: nn.Conv2d(6, 12, 3, groups=6), "adamw"),
+    "grouped": (lambda: nn.Conv2d(6, 6, 3, groups=2), "adamw"),
+    "grouped, transposed": (lambda: nn.ConvTranspose2d(6, 6, 3, groups=2), "adamw"),
+    "dense 1-D": (lambda: nn.Conv1d(6, 6, 3), "muon"),
+    "dense 3-D": (lambda: nn.Conv3d(2, 6, 2), "muon"),
+    "dense, transposed": (lambda: nn.ConvTranspose1d(6, 4, 3), "muon"),
+}
+
+
+@pytest.mark.parametrize("kind", DEPTHWISE)
+def test_depthwise_convolutions_are_orthogonalized(kind: str) -> None:
+    """#36: a depthwise filter couples no channels: its (channels, k) matrix means nothing."""
+    make, expected = DEPTHWISE[kind]
+    opt = Muon(Holder(conv=make(), hidden=nn.Linear(8, 8)))
+    assert routes(opt)["conv.weight"] == expected
+    if expected == "adamw":
+        assert "grouped" in reasons(opt)["conv.weight"]
+
+
+def test_parts_of_different_kinds_in_one_projection_cannot_be_excluded() -> None:
+    """#36: a fused in_proj of a state-space layer holds five kinds of rows: exclude it, or say what they are."""
+    model = Holder(in_proj=nn.Linear(8, 22, bias=False), hidden=nn.Linear(8, 8, bias=False))
+    assert routes(Muon(model, overrides={"in_proj.*": "adamw"})) == {"hidden.weight": "muon", "in_proj.weight": "adamw"}
+    opt = Muon(model, overrides={"in_proj.weight": View(split_rows=(8, 8, 3, 2, 1))})
+    count = sum(len(bucket.matrices) for bucket in opt.plan.buckets)
+    assert count == 6
+    assert param_groups(model)[0]["algorithm"] == "muon"

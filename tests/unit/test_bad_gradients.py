@@ -1,0 +1,153 @@
+"""NaN and inf in a gradient under each `non_finite` policy: decided before anything is changed."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon, NonFiniteGradientError, NonFiniteGradientWarning
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+NAMES = ["hidden.weight", "hidden.bias", "wide.weight", "wide.bias"]
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(6, 4, dtype=dtype)
+        self.wide = nn.Linear(4, 9, dtype=dtype)
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=source).to(p.dtype)
+
+
+def everything(model: nn.Module, opt: Muon) -> list[Tensor]:
+    """All that a step may change: parameters and state, AdamW's counters included."""
+    state = [value.clone() for p in model.parameters() for value in opt.state[p].values()]
+    return [p.detach().clone() for p in model.parameters()] + state
+
+
+def trained(dtype: torch.dtype = torch.float32, **arguments: Any) -> tuple[Net, Muon]:
+    torch.manual_seed(0)
+    model = Net(dtype)
+    opt = Muon(model, lr=0.1, **arguments)
+    for seed in range(2):
+        give_gradients(model, seed)
+        opt.step()
+    give_gradients(model, 2)
+    return model, opt
+
+
+def spoil(model: nn.Module, name: str, value: float, position: int = -1) -> None:
+    grad = dict(model.named_parameters())[name].grad
+    assert grad is not None
+    grad.view(-1)[position] = value
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", BAD)
+def test_skip_changes_nothing_anywhere_warns_by_name_and_counts(name: str, value: float) -> None:
+    model, opt = trained()
+    spoil(model, name, value)
+    before = everything(model, opt)
+    with pytest.warns(NonFiniteGradientWarning, match=name) as caught:
+        opt.step()
+    assert all(other not in str(caught[0].message) for other in NAMES if other != name)
+    assert all(map(torch.equal, everything(model, opt), before))
+    assert opt.metrics()["skipped_non_finite"] == 1.0
+    # The same check on a step that does happen: every tensor moves, so the comparison above can fail.
+    give_gradients(model, 3)
+    opt.step()
+    assert not any(map(torch.equal, everything(model, opt), before))
+    assert opt.metrics()["skipped_non_finite"] == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", BAD)
+def test_raise_names_the_parameter_and_changes_nothing(name: str, value: float) -> None:
+    model, opt = trained(non_finite="raise")
+    spoil(model, name, value)
+    before = everything(model, opt)
+    with pytest.raises(NonFiniteGradientError, match=name):
+        opt.step()
+    assert all(map(torch.equal, everything(model, opt), before))
+    give_gradients(model, 3)
+    opt.step()
+    assert not any(map(torch.equal, everything(model, opt), before))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_ignore_proceeds(value: float) -> None:
+    model, opt = trained(non_finite="ignore")
+    spoil(model, "hidden.weight", value)
+    before = everything(model, opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert not any(map(torch.equal, everything(model, opt), before))
+    assert not model.hidden.weight.isfinite().all(), "nothing was checked, so the NaN is there"
+    assert model.wide.weight.isfinite().all()
+    assert opt.metrics()["skipped_non_finite"] == 0.0
+
+
+def test_a_run_with_a_skipped_step_continues_as_if_that_step_had_never_been() -> None:
+    model, opt = trained()
+    spoil(model, "wide.weight", float("nan"))
+    with pytest.warns(NonFiniteGradientWarning):
+        opt.step()
+    other, straight = trained()
+    for owner, its in ((model, opt), (other, straight)):
+        for seed in range(5, 8):
+            give_gradients(owner, seed)
+            its.step()
+    assert all(map(torch.equal, everything(model, opt), everything(other, straight)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("position", [0, 7, 23])
+def test_one_bad_element_is_found_wherever_it_is_and_in_every_dtype(dtype: torch.dtype, position: int) -> None:
+    model, opt = trained(dtype)
+    spoil(model, "hidden.weight", float("nan"), position)
+    before = everything(model, opt)
+    with pytest.warns(NonFiniteGradientWarning, match="hidden.weight"):
+        opt.step()
+    assert all(map(torch.equal, everything(model, opt), before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_finite_number_is_no_reason_to_skip(dtype: torch.dtype) -> None:
+    model, opt = trained(dtype)
+    spoil(model, "hidden.weight", torch.finfo(dtype).max)
+    before = everything(model, opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert not any(map(torch.equal, everything(model, opt), before))
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(value.isfinite().all() for p in model.parameters() for value in opt.state[p].values())
+
+
+def test_several_bad_gradients_are_all_named() -> None:
+    model, opt = trained()
+    for name in ("hidden.weight", "wide.bias"):
+        spoil(model, name, float("inf"))
+    with pytest.warns(NonFiniteGradientWarning) as caught:
+        opt.step()
+    text = str(caught[0].message)
+    assert "hidden.weight" in text and "wide.bias" in text and "wide.weight" not in text
+
+
+def test_a_frozen_parameters_missing_gradient_is_no_reason_to_skip() -> None:
+    model, opt = trained()
+    model.hidden.weight.grad = None
+    before, kept = everything(model, opt), copy.deepcopy(opt.state[model.hidden.weight])
+    opt.step()
+    after = everything(model, opt)
+    assert torch.equal(after[0], before[0]) and not torch.equal(after[2], before[2])
+    assert torch.equal(opt.state[model.hidden.weight]["momentum_buffer"], kept["momentum_buffer"])
