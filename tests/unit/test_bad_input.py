@@ -1,4 +1,4 @@
-"""Every constructor argument with a bad value: a ValueError or TypeError, at construction, that says the argument's name.
+"""Every constructor argument with a bad value: a ValueError or TypeError at construction that says its name.
 
 The parameters themselves are in test_bad_parameters.py, NaN and inf in gradients in test_bad_gradients.py.
 """
@@ -24,7 +24,7 @@ def matrix(rows: int = 4, cols: int = 6) -> nn.Parameter:
 
 
 def refusal(params: Any, **arguments: Any) -> str:
-    """The message of the refusal. ValueError or TypeError, and never a subclass that Python itself raised by accident."""
+    """The message of the refusal: ValueError or TypeError, never a subclass that Python raised by accident."""
     with pytest.raises((ValueError, TypeError)) as caught:
         Muon(params, **arguments)
     assert type(caught.value) in (ValueError, TypeError)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshmuon import Muon
 
@@ -28,7 +28,6 @@ def refusal(params: Any, **arguments: Any) -> str:
         Muon(params, **arguments)
     assert type(caught.value) in (ValueError, TypeError)
     return str(caught.value)
-
 
 
 UNTRAINABLE = {

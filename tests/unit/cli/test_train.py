@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    # Beside another busy process, threads that wait for each other make these small products ten times slower.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def stdlib() -> Corpus:
     return load_corpus(window=129)
@@ -60,11 +70,9 @@ def test_twenty_steps_write_a_log_a_curve_and_lower_the_loss(tmp_path: Path) -> 
     # An untrained model knows nothing: about ln 256 nats for each byte.
     assert finished["first_loss"] == pytest.approx(math.log(256), abs=0.3)
     assert finished["last_loss"] < finished["first_loss"] - 1.0
-    assert started["corpus"]["sha256"][:12] in result.output
-    assert f"{started['parameters']:,}" in result.output
-    assert started["routing"] in result.output
-    assert "validation loss fell from" in result.output
-    assert str(tmp_path / "run" / "log.jsonl") in result.output.replace("\n", "")
+    shown = (started["corpus"]["sha256"][:12], f"{started['parameters']:,}", started["routing"])
+    for text in (*shown, "validation loss fell from", str(tmp_path / "run" / "log.jsonl")):
+        assert text in result.output
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -93,12 +101,10 @@ def test_a_seed_decides_every_loss_and_the_sample(stdlib: Corpus) -> None:
 
 def test_validation_comes_first_at_intervals_and_last_without_repeats(stdlib: Corpus) -> None:
     records = list(train(dataclasses.replace(CONFIG, steps=7), stdlib))
-    assert isinstance(records[0], Started)
-    assert [r.step for r in records if isinstance(r, Validated)] == [0, 3, 6, 7]
-    last = records[-1]
-    assert isinstance(last, Finished)
-    losses = [r.loss for r in records if isinstance(r, Validated)]
-    assert (last.first_loss, last.last_loss) == (losses[0], losses[-1])
+    checks, last = [r for r in records if isinstance(r, Validated)], records[-1]
+    assert [check.step for check in checks] == [0, 3, 6, 7]
+    assert isinstance(records[0], Started) and isinstance(last, Finished)
+    assert (last.first_loss, last.last_loss) == (checks[0].loss, checks[-1].loss)
 
 
 def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
@@ -162,8 +168,7 @@ def test_windows_are_cut_from_the_data() -> None:
     assert spread_windows(data, window=40, count=4).shape == (2, 40)
     batch = next(random_windows(data, window=10, batch=5, seed=0))
     assert torch.equal(batch, batch[:, :1] + torch.arange(10))
-    exact = next(random_windows(data, window=100, batch=2, seed=0))
-    assert torch.equal(exact, torch.arange(100).expand(2, 100))
+    assert next(random_windows(data, window=100, batch=2, seed=0)).tolist() == [list(data)] * 2
 
 
 @pytest.mark.parametrize(
@@ -202,8 +207,7 @@ def test_ctrl_c_leaves_a_valid_log_and_exits_130(
 
     def interrupted(self: GPT, tokens: Tensor) -> Tensor:
         nonlocal calls
-        if torch.is_grad_enabled():
-            calls += 1
+        calls += torch.is_grad_enabled()
         if calls == 4:
             signal.raise_signal(signal.SIGINT)
         return forward(self, tokens)
@@ -217,6 +221,7 @@ def test_ctrl_c_leaves_a_valid_log_and_exits_130(
     assert records[-1] == {"kind": "stopped", "step": 3, "reason": "interrupted"}
 
 
+@pytest.mark.filterwarnings("ignore::meshmuon.NonFiniteGradientWarning")
 @pytest.mark.parametrize("bad_call", [1, 3])  # validation before the first step, the second step's batch
 def test_a_loss_that_is_not_finite_stops_the_run_with_exit_one(
     tmp_path: Path, small_corpus: Path, monkeypatch: pytest.MonkeyPatch, bad_call: int
@@ -236,13 +241,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_exit_one(
 
 
 def test_without_typer_main_says_what_to_install() -> None:
-    # An import hook in a fresh interpreter, because typer is already imported here.
+    # In a fresh interpreter, because typer is already imported here.
     script = (
-        "import sys, importlib.util as u; real = u.find_spec\n"
+        "import sys, importlib.util as u; real = u.find_spec; sys.modules['typer'] = None\n"
         "u.find_spec = lambda name, *rest: None if name == 'typer' else real(name, *rest)\n"
-        "sys.modules['typer'] = None\n"
-        "from meshmuon.cli.main import main\n"
-        "main()\n"
+        "from meshmuon.cli.main import main; main()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -5,10 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from meshmuon import Muon, convert_lr, orthogonalize, scale_factor
-from meshmuon.testing import ReferenceMuon
 from tests.unit.regressions.tools import (
     Holder,
     direction_of,
@@ -23,6 +19,10 @@ from tests.unit.regressions.tools import (
     step,
     train,
 )
+from torch import Tensor, nn
+
+from meshmuon import Muon, convert_lr, orthogonalize, scale_factor
+from meshmuon.testing import ReferenceMuon
 
 
 def check_orthogonal(update: Tensor) -> None:
@@ -168,7 +168,9 @@ def test_matrices_fall_back_to_adamw_unnoticed() -> None:
     # What runs is what is printed: only Muon's parameters have a momentum, only AdamW's have moments.
     for record in opt.plan.parameters:
         state = opt.state[opt.param_groups[record.group]["params"][record.position]]
-        assert set(state) == ({"momentum_buffer"} if found[record.name] == "muon" else {"step", "exp_avg", "exp_avg_sq"})
+        assert set(state) == (
+            {"momentum_buffer"} if found[record.name] == "muon" else {"step", "exp_avg", "exp_avg_sq"}
+        )
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "cautious", "l2"])
@@ -186,7 +188,11 @@ def test_weight_decay_does_nothing(mode: str) -> None:
         assert torch.equal(found, expected)
 
     check()
-    for changes in ({"weight_decay": 0.0}, {"weight_decay": 0.999}, *({"weight_decay_mode": m} for m in MODES - {mode})):
+    for changes in (
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.999},
+        *({"weight_decay_mode": m} for m in MODES - {mode}),
+    ):
         with pytest.raises(AssertionError):
             check(**changes)
 
@@ -272,7 +278,9 @@ def test_a_sum_of_gradients_is_mixed_up_with_their_average(nesterov: bool) -> No
     heavy, expected = torch.zeros(6, 9, dtype=torch.float64), parameter(6, 9, dtype=torch.float64).detach()
     for g in grads:
         heavy = 0.9 * heavy + g
-        expected -= 0.1 * scale_factor((6, 9), "match_rms_adamw") * orthogonalize(g + 0.9 * heavy if nesterov else heavy)
+        expected -= (
+            0.1 * scale_factor((6, 9), "match_rms_adamw") * orthogonalize(g + 0.9 * heavy if nesterov else heavy)
+        )
     assert relative_error(buffer, heavy * 0.1) < 1e-12
     assert relative_error(p.detach(), expected) < 1e-9
     # Loaded as it is, the other kind is ten times too heavy: the next step goes elsewhere.

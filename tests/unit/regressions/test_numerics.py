@@ -4,10 +4,6 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from meshmuon import Muon, NonFiniteGradientWarning, Orthogonalizer, orthogonalize, polar_express, scale_factor
-from meshmuon.testing import plain_newton_schulz, svd_polar
 from tests.unit.regressions.tools import (
     DTYPES,
     direction_of,
@@ -19,6 +15,10 @@ from tests.unit.regressions.tools import (
     step,
     train,
 )
+from torch import Tensor, nn
+
+from meshmuon import Muon, NonFiniteGradientWarning, Orthogonalizer, orthogonalize, polar_express, scale_factor
+from meshmuon.testing import plain_newton_schulz, svd_polar
 
 FORMS = ["standard", "gram", "svd"]
 COEFFICIENTS = ["polar_express", "keller", "you"]
@@ -224,7 +224,10 @@ def test_convolutions_scaled_by_their_kernel_size(rule: str) -> None:
     conv = nn.Conv2d(3, 40, (2, 4), bias=False)
     flat = nn.Parameter(conv.weight.detach().reshape(40, 24).clone())
     before = flat.detach().clone()
-    opts = [Muon(conv, lr=0.1, weight_decay=0.0, adjust_lr_fn=rule), Muon([flat], lr=0.1, weight_decay=0.0, adjust_lr_fn=rule)]
+    opts = [
+        Muon(conv, lr=0.1, weight_decay=0.0, adjust_lr_fn=rule),
+        Muon([flat], lr=0.1, weight_decay=0.0, adjust_lr_fn=rule),
+    ]
     grad = randn(40, 3, 2, 4)
     step(opts[0], [conv.weight], [grad])
     step(opts[1], [flat], [grad.reshape(40, 24)])

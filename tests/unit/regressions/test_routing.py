@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.unit.regressions.tools import Holder, must_fail, parameter, reasons, routes
 from torch import nn
 
 from meshmuon import Muon, View, param_groups
-from tests.unit.regressions.tools import Holder, must_fail, parameter, reasons, routes
 
 
 class Tied(nn.Module):
@@ -91,7 +91,9 @@ def test_excluded_matrices_fall_to_another_learning_rate_unseen() -> None:
     """#31: 19 matrices fell to AdamW at a tenth of the rate. The rate each algorithm uses is printed."""
     model = Holder(a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 8, bias=False))
     opt = Muon(model, lr=0.02, adamw_lr_ratio=0.125, overrides={"b.*": "adamw"})
-    lines = {line.split(":")[1].split(",")[0].strip(): line for line in str(opt).splitlines() if "Parameter Group" in line}
+    lines = {
+        line.split(":")[1].split(",")[0].strip(): line for line in str(opt).splitlines() if "Parameter Group" in line
+    }
     assert "lr=0.02" in lines["muon"] and "adjust_lr_fn=match_rms_adamw" in lines["muon"]
     assert "lr=0.02" in lines["adamw"] and "adamw_lr_ratio=0.125" in lines["adamw"]
     opt.param_groups[1]["lr"] = 0.5

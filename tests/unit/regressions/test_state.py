@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.regressions.tools import DTYPES, Holder, must_fail, parameter, randn, step, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from meshmuon import CheckpointError, Muon, Orthogonalizer, View
-from tests.unit.regressions.tools import DTYPES, Holder, must_fail, parameter, randn, step, train
 
 
 def reloaded(state: dict[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,9 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize(("kept", "own"), [("float32", torch.bfloat16), ("float32", torch.float16), ("bfloat16", torch.float32)])
+@pytest.mark.parametrize(
+    ("kept", "own"), [("float32", torch.bfloat16), ("float32", torch.float16), ("bfloat16", torch.float32)]
+)
 def test_momentum_is_cast_to_the_parameters_dtype_on_load(kept: str, own: torch.dtype) -> None:
     """#63: torch's load casts fp32 momentum of a bf16 parameter to bf16; the next step then crashed or drifted."""
     grads = [randn(6, 9, seed=s, dtype=own) for s in range(6)]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.regressions.tools import must_fail, parameter, randn, step
 from torch import Tensor, nn
 
 from meshmuon import Muon, View
-from tests.unit.regressions.tools import must_fail, parameter, randn, step
 
 Cut = Callable[[Tensor], list[Tensor]]
 
@@ -97,7 +97,9 @@ def test_fused_matrices_treated_as_one(name: str, dtype: torch.dtype) -> None:
         check_equal(momentum, [separate.state[p]["momentum_buffer"] for p in parts])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.shape) == 2 and "stored" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if len(case.shape) == 2 and "stored" not in name]
+)
 def test_fused_matrices_treated_as_one_would_be_noticed(name: str) -> None:
     """The sabotage of #32 to #35: the same comparison against the parameter as one matrix, and against other blocks."""
     case = CASES[name]

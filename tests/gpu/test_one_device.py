@@ -1,0 +1,150 @@
+"""The one-device optimizer on a GPU. Run with `pytest -m gpu`."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import Muon, NonFiniteGradientWarning, Orthogonalizer, orthogonalize
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.testing import ReferenceMuon, plain_newton_schulz
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32), nn.LayerNorm(32)).cuda()
+
+
+def set_gradients(model, seed, *, bad=False):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator, device="cuda")
+    if bad:
+        model[1].weight.grad[3, 4] = float("nan")
+
+
+def everything(model, opt):
+    tensors = [p.detach().clone() for p in model.parameters()]
+    return tensors + [v.clone() for p in model.parameters() for v in opt.state[p].values()]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(64, 64), (96, 384), (384, 96), (7, 33), (1, 40)])
+def test_orthogonalize_is_close_to_the_fp64_iteration(shape, form, dtype):
+    x = torch.randn(3, *shape, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0))
+    got = orthogonalize(x, form=form, dtype=dtype)
+    bound = {"bfloat16": 8e-2, "float32": 1e-3}.get(dtype, 1e-2)
+    for i in range(3):
+        truth = plain_newton_schulz(x[i], resolve_schedule("polar_express", 5))
+        assert (got[i] - truth).norm() / truth.norm() < bound
+        assert torch.linalg.matrix_norm(got[i].double(), 2) <= 1.35
+
+
+def test_five_steps_match_the_reference():
+    model = small_model()
+    opt = Muon(model, lr=0.02)
+    weights = [model[1].weight.detach().clone(), model[3].weight.detach().clone()]
+    reference = ReferenceMuon(weights, lr=0.02)
+    for step in range(5):
+        set_gradients(model, step)
+        reference.step([model[1].weight.grad, model[3].weight.grad])
+        opt.step()
+    for got, expected in zip((model[1].weight, model[3].weight), weights, strict=True):
+        assert (got - expected).norm() / expected.norm() < 1e-2
+    assert torch.equal(opt.state[model[1].weight]["momentum_buffer"], reference.buffers[0])
+
+
+def test_a_step_never_waits_for_the_device():
+    model = small_model()
+    opt = Muon(model, lr=0.02)
+    for step in range(2):  # the first step reads its verdict at once
+        set_gradients(model, step)
+        opt.step()
+    set_gradients(model, 2)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_non_finite_gradient_changes_nothing_and_is_reported_later():
+    model = small_model()
+    opt = Muon(model, lr=0.02)
+    for step in range(2):
+        set_gradients(model, step)
+        opt.step()
+    before = everything(model, opt)
+    set_gradients(model, 2, bad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, opt), strict=True))
+    with pytest.warns(NonFiniteGradientWarning, match=r"step 3.*1\.weight"):
+        assert opt.metrics()["skipped_non_finite"] == 1
+    set_gradients(model, 3)
+    opt.step()
+    assert not torch.equal(before[1], model[1].weight)
+
+
+def test_grad_scaler_with_a_real_overflow():
+    model = small_model()
+    opt = Muon(model, lr=0.02, non_finite="raise")
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**100)
+    tokens = torch.arange(64, device="cuda")
+    before = everything(model, opt)
+    scaler.scale(model(tokens).square().mean() * 1e30).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, opt), strict=True))
+    assert scaler.get_scale() < 2.0**100
+    assert opt.metrics()["skipped_grad_scaler"] == 1
+
+
+def test_moving_the_model_takes_the_state_along():
+    model = small_model().cpu()
+    opt = Muon(model, lr=0.02)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    momentum = opt.state[model[1].weight]["momentum_buffer"].clone()
+    model.cuda()
+    for p in model.parameters():
+        p.grad = None
+    assert torch.equal(opt.state_dict()["state"][0]["momentum_buffer"].cpu(), momentum)
+    set_gradients(model, 0)
+    opt.step()
+
+
+def test_layout_invariant_gives_the_same_bits_alone_and_in_company():
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    together = [torch.randn(128, 256, device="cuda", generator=generator).requires_grad_() for _ in range(6)]
+    alone = [copy.deepcopy(together[3])]
+    one, many = Muon(alone, layout_invariant=True), Muon(together, layout_invariant=True)
+    for p in together:
+        p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+    alone[0].grad = together[3].grad.clone()
+    one.step()
+    many.step()
+    assert torch.equal(alone[0], together[3])
+
+
+def test_bf16_and_tensor_lr():
+    model = small_model().bfloat16()
+    opt = Muon(model, lr=torch.tensor(0.02, device="cuda"), orthogonalizer=Orthogonalizer(dtype="bfloat16"))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        scheduler.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
