@@ -1,7 +1,7 @@
 """How far each coefficient set, form and dtype stays from the exact polar factor. Writes docs/numerics.md.
 
-    python -m benchmarks.numerics            # prints the table, writes docs/numerics.md
-    python -m benchmarks.numerics --check    # prints only, exit code 1 if a bound is broken
+python -m benchmarks.numerics            # prints the table, writes docs/numerics.md
+python -m benchmarks.numerics --check    # prints only, exit code 1 if a bound is broken
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def rows() -> Iterator[tuple[list[str], list[Measured]]]:
         for coefficients, steps in SETS:
             for form in FORMS:
                 for dtype in DTYPES:
-                    cells = [measure(x, coefficients=coefficients, steps=steps, form=form, dtype=dtype) for _, x in inputs]
+                    cells = [
+                        measure(x, coefficients=coefficients, steps=steps, form=form, dtype=dtype) for _, x in inputs
+                    ]
                     yield [f"{m}×{n}", f"{coefficients} {steps}", form, dtype], cells
         cells = [measure(x, coefficients="polar_express", steps=5, form="svd", dtype="float32") for _, x in inputs]
         yield [f"{m}×{n}", "(exact)", "svd", "float32"], cells

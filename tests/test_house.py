@@ -162,8 +162,9 @@ def docstring_problems(tree):
             fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
             if doc and "Attributes:\n" in doc and documented_arguments(doc) != fields:
                 yield node.name
-        if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)) and "Args:\n" in doc:
-            if documented_arguments(doc) != signature_arguments(node):
+        if isinstance(node, ast.FunctionDef):
+            doc = ast.get_docstring(node) or ""
+            if "Args:\n" in doc and documented_arguments(doc) != signature_arguments(node):
                 yield node.name
 
 

@@ -216,6 +216,7 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any] | None, algo
         raise CheckpointError(message(f"parameter {name!r}", found=what, do=f"Check the routing: {hint}"))
     for key in expected:
         shape = tuple(torch.as_tensor(entry[key]).shape)
-        if key != "step" and shape != tuple(param.shape):
-            what = f"saved {key} of shape {shape}, the parameter has {tuple(param.shape)}"
+        expected_shape = () if key == "step" else tuple(param.shape)
+        if shape != expected_shape:
+            what = f"saved {key} of shape {shape}, it should have {expected_shape}"
             raise CheckpointError(message(f"parameter {name!r}", found=what, do="Load the checkpoint of this model"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -47,15 +48,19 @@ def check_number(
         TypeError: If it is not a real number.
         ValueError: If it is out of range, NaN or infinite.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(message(name, found=f"{value!r} ({type(value).__name__})", do="Use a number"))
+    try:
+        value = float(value)  # a plain float also for numpy's: group dicts must load with weights_only=True
+    except OverflowError:
+        value = math.inf
     above = value > low if open_low else value >= low
     below = value < high if open_high else value <= high
     if not (above and below and math.isfinite(value)):
         end = ")" if open_high or math.isinf(high) else "]"
         allowed = f"{'(' if open_low else '['}{low:g}, {high:g}{end}"
         raise ValueError(message(name, found=f"{value!r}", do=f"Use a finite number in {allowed}"))
-    return value
+    return float(value)
 
 
 def check_lr(name: str, value: Any) -> Any:
@@ -142,6 +147,24 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> str:
     return value
 
 
+def check_words(name: str, value: Any) -> tuple[str, ...]:
+    """Accept a list of words.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        The words.
+
+    Raises:
+        TypeError: If it is anything else; a single string would be read letter by letter.
+    """
+    if not isinstance(value, (tuple, list)) or not all(isinstance(word, str) and word for word in value):
+        raise TypeError(message(name, found=f"{value!r}", do='Use a tuple of words, e.g. ("experts",)'))
+    return tuple(value)
+
+
 def check_betas(name: str, value: Any) -> tuple[float, float]:
     """Accept AdamW's pair of decay rates.
 
@@ -209,6 +232,19 @@ class Orthogonalizer:
         if list(steps) != sorted(set(steps)):
             raise ValueError(message("restarts", found=f"{steps}", do="Use increasing step numbers"))
         object.__setattr__(self, "restarts", steps)
+
+    def check_steps(self, steps: int) -> None:
+        """Refuse restarts that an iteration of so many steps does not reach.
+
+        Args:
+            steps: Number of steps.
+
+        Raises:
+            ValueError: If a restart lies beyond the last step.
+        """
+        if self.restarts != "auto" and any(step >= steps for step in self.restarts):
+            do = f"Each must be a step from 1 to {steps - 1}, before which the Gram matrix is formed anew"
+            raise ValueError(message("restarts", found=f"{self.restarts} for {steps} steps", do=do))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,10 @@ from meshmuon.config import (
 )
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
-from meshmuon.layout.names import normalise_names
+from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.tensors import check_parameter
-from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.coefficients import plain_coefficients, resolve_schedule
 
 _Check = Callable[[str, Any], Any]
 
@@ -118,11 +118,11 @@ _OTHERS_WORDS = {
     "cautious_wd": "weight_decay_mode",
 }
 _TORCH_FLAGS = {
-    "maximize": "negate the loss instead",
-    "foreach": "tensors are always processed together where that helps",
+    "maximize": "Negate the loss instead",
+    "foreach": "Tensors are always processed together where that helps",
     "fused": "AdamW parameters always use torch's fused kernels where there are any",
-    "capturable": "no value is read back from the device during a step, so nothing needs to be switched on",
-    "differentiable": "the orthogonalization is not meant to be differentiated through",
+    "capturable": "No value is read back from the device during a step, so nothing needs to be switched on",
+    "differentiable": "The orthogonalization is not meant to be differentiated through",
 }
 
 
@@ -158,7 +158,7 @@ def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) 
     """
     for name in unknown:
         if name in _TORCH_FLAGS:
-            raise TypeError(message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name].capitalize()))
+            raise TypeError(message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name]))
         near = difflib.get_close_matches(name, known, n=1)
         meant = _OTHERS_WORDS.get(name) or (near[0] if near else None)
         do = f"Did you mean {meant!r}?" if meant else f"Known are: {', '.join(known)}"
@@ -213,7 +213,8 @@ def complete_group(
         result[key] = check(f"{where}[{key!r}]", values[key])
     result.update({key: group[key] for key in _FOREIGN if key in group})
     if algorithm == "muon":
-        resolve_schedule(result["ns_coefficients"], result["ns_steps"])
+        schedule = resolve_schedule(result["ns_coefficients"], result["ns_steps"])
+        result["ns_coefficients"] = plain_coefficients(result["ns_coefficients"], schedule)
     else:
         _settle_adamw(result, group)
     return result
@@ -253,6 +254,9 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
     params = group["params"]
     if isinstance(params, (set, frozenset)):
         raise TypeError(message(where, found="a set of parameters", do="Use a list: the order of a set is random"))
+    if not isinstance(params, Iterable):
+        found = f"params is a {type(params).__name__}"
+        raise TypeError(message(where, found=found, do="Use a list of tensors, or of (name, tensor) pairs"))
     listed = [params] if isinstance(params, Tensor) else list(params)
     names = group.get("param_names", group.get("names"))
     if names is not None and not any(isinstance(item, tuple) for item in listed):
@@ -262,6 +266,7 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
             raise ValueError(message(where, found=found, do="Give one name for each"))
         listed = list(zip(names, listed, strict=True))
     if listed and all(isinstance(item, tuple) and len(item) == 2 for item in listed):
+        check_names((name for name, _ in listed), where=where)
         short = normalise_names(name for name, _ in listed)
         listed = [(name, tensor) for name, (_, tensor) in zip(short, listed, strict=True)]
     tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in listed]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon.checkpoint import adapted_state, load_checked, state_fits
-from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode
+from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode, check_words
 from meshmuon.exchange.agreement import Agreement, NamedGradient
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import is_main_rank, world_size
@@ -24,6 +24,7 @@ from meshmuon.groups import (
     refuse_keywords,
 )
 from meshmuon.layout.records import ParameterRecord
+from meshmuon.layout.tensors import check_gradient
 from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
 from meshmuon.plan.describe import describe_groups
 from meshmuon.polar.coefficients import resolve_schedule
@@ -33,7 +34,7 @@ from meshmuon.runtime import pipeline
 from meshmuon.runtime.snapshot import Snapshot
 from meshmuon.update.adamw import AdamWRule, AdamWTensors, update_adamw_
 from meshmuon.update.apply import ApplyRule, apply_update_
-from meshmuon.update.momentum import MomentumRule, update_momentum_
+from meshmuon.update.momentum import MomentumRule, largest_gradient, update_momentum_
 from meshmuon.update.tensors import MatrixTensors
 
 logger = logging.getLogger("meshmuon")
@@ -52,7 +53,7 @@ class Muon(Optimizer):
     Args:
         params: A model (the normal way), (name, tensor) pairs, group dicts with `algorithm="muon"|"adamw"`, or a list
             of matrices.
-        lr: Learning rate, a number or a tensor.
+        lr: Learning rate, a number or a tensor. Each group keeps a tensor of its own: to change it, fill `group["lr"]`.
         weight_decay: Weight decay of the matrices, and of AdamW's parameters with at least 2 dims.
         momentum: Weight of the past in the moving average of the gradient.
         nesterov: Whether to orthogonalize the average of gradient and new momentum instead of the momentum.
@@ -147,6 +148,7 @@ class Muon(Optimizer):
             allow_no_muon=allow_no_muon,
         )
         self._snapshot: Snapshot | None = None
+        expert_keys = check_words("expert_keys", expert_keys)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons = routed.reasons
         super().__init__(routed.groups, muon)
@@ -169,7 +171,9 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
-        verdict = self._agreement.check(self._gradients(plan), found_inf=getattr(self, "found_inf", None))
+        verdict = self._agreement.check(
+            self._gradients(plan), found_inf=getattr(self, "found_inf", None), unscale=self._unscale()
+        )
         if verdict.go:
             journeys = (self._update(bucket, verdict.flag) for bucket in plan.buckets)
             pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
@@ -246,14 +250,20 @@ class Muon(Optimizer):
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"] if decays else 0.0,
-                unscale=self._unscale(),
+                grad_scale=getattr(self, "grad_scale", None),
                 proceed=proceed,
             )
             update_adamw_(tensors, rule)
 
     def _gradients(self, plan: Plan) -> list[NamedGradient]:
-        pairs = ((record.name, self._tensor(record).grad) for record in plan.parameters)
-        return [NamedGradient(name, grad) for name, grad in pairs if grad is not None]
+        gradients = []
+        for record in plan.parameters:
+            param = self._tensor(record)
+            if param.grad is not None:
+                check_gradient(record.name, param.grad)
+                largest = largest_gradient(param, self.state[param].get("momentum_buffer"))
+                gradients.append(NamedGradient(record.name, param.grad, largest))
+        return gradients
 
     def _unscale(self) -> Tensor | None:
         """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
@@ -319,7 +329,11 @@ class Muon(Optimizer):
         """
         index = len(self.param_groups)
         group = complete_group(param_group, self._group_defaults, index=index)
+        if group["algorithm"] == "muon":
+            self._execution.orthogonalizer.check_steps(group["ns_steps"])
         check_group_parameters(group, self.param_groups, index=index)
+        if isinstance(group["lr"], Tensor) and any(group["lr"] is other["lr"] for other in self.param_groups):
+            group["lr"] = group["lr"].clone()  # a scheduler that fills lr tensors group by group must meet each once
         allowed = set(group)
         super().add_param_group(group)
         for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm

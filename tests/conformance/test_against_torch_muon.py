@@ -48,11 +48,13 @@ def truth(dtype, *, nesterov, rule, lr, weight_decay):
 
 def moved(params, dtype):
     """How far parameters moved: distances are relative to that, not to their size."""
-    return torch.cat([(p.detach().double() - q.double()).flatten() for p, q in zip(params, matrices(dtype), strict=True)])
+    return torch.cat(
+        [(p.detach().double() - q.double()).flatten() for p, q in zip(params, matrices(dtype), strict=True)]
+    )
 
 
 def bound_holds(distance, exact, dtype):
-    """3e-2 of the way travelled; for bf16 parameters of their size, since rounding them moves them by more than that."""
+    """3e-2 of the way travelled; of the size of bf16 parameters, since rounding alone moves them by more than that."""
     size = exact.norm() if dtype == torch.float32 else torch.cat([p.flatten() for p in matrices(dtype)]).double().norm()
     return distance <= 3e-2 * size
 
@@ -100,7 +102,7 @@ def test_bfloat16_reproduces_torch():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_momentum_buffer_is_the_exact_average(dtype, nesterov):
-    """torch 2.13 fails this for bf16 without nesterov: `.bfloat16()` is an alias there, and is then divided in place."""
+    """torch 2.13 fails this for bf16 without nesterov: `.bfloat16()` is an alias there, then divided in place."""
     params = [p.requires_grad_() for p in matrices(dtype)]
     opt = Muon(params, nesterov=nesterov)
     wide = torch.promote_types(dtype, torch.float32)
@@ -145,7 +147,7 @@ def test_the_reference_notices_small_changes(change):
 
 
 def keller_step(p, g, buffer, *, lr, momentum=0.95):
-    """Keller Jordan's update (https://kellerjordan.github.io/posts/muon/), re-created in fp64, nesterov, EMA momentum."""
+    """Keller Jordan's update (https://kellerjordan.github.io/posts/muon/), re-created in fp64, with nesterov."""
     buffer.lerp_(g, 1 - momentum)
     u = plain_newton_schulz(torch.lerp(g, buffer, momentum), (KELLER,) * 5)
     p.sub_(lr * max(1, p.shape[0] / p.shape[1]) ** 0.5 * u)

@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 
 from meshmuon import Muon, orthogonalize
 
-SHAPES = [(1, 40), (40, 1), (3, 5), (7, 33), (18, 8), (16, 16), (64, 96), (100, 300), (192, 192), (257, 130), (128, 512)]
+SHAPES = [
+    (1, 40),
+    (40, 1),
+    (3, 5),
+    (7, 33),
+    (18, 8),
+    (16, 16),
+    (64, 96),
+    (100, 300),
+    (192, 192),
+    (257, 130),
+    (128, 512),
+]
 
 
 @contextlib.contextmanager
@@ -55,7 +67,7 @@ def test_every_appearance_of_a_matrix_gives_the_same_bits(shape, form):
 
 @pytest.mark.parametrize("shape", [(64, 96), (7, 33)])
 def test_without_the_canonical_entry_bits_do_differ(shape):
-    """The sabotage: plain products of the same matrix in another dress. If these agreed, the test above showed nothing."""
+    """The sabotage: plain products of the same matrix in another dress. If these agreed, the one above shows nothing."""
 
     def plain(x):
         x = x / x.norm()
@@ -73,7 +85,11 @@ def test_without_the_canonical_entry_bits_do_differ(shape):
                 results.append(plain(misaligned(x, 1)))
                 results.append(plain(x.mT.contiguous().mT))
     half = len(results) // 2
-    pairs = [*zip(results[0::3], results[1::3]), *zip(results[0::3], results[2::3]), *zip(results[:half], results[half:])]
+    pairs = [
+        *zip(results[0::3], results[1::3]),
+        *zip(results[0::3], results[2::3]),
+        *zip(results[:half], results[half:]),
+    ]
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 

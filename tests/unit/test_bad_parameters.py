@@ -59,6 +59,10 @@ def test_what_cannot_be_trained_is_refused_inside_a_model(kind: str) -> None:
     assert "odd" in refusal(Holder(good=matrix(), odd=UNTRAINABLE[kind]()))
 
 
+def test_a_lazy_layer_is_refused_before_its_shape_is_asked_for() -> None:
+    assert "last.weight" in refusal(Holder(first=nn.Linear(6, 4), last=nn.LazyLinear(4)))
+
+
 @pytest.mark.parametrize("shape", [(), (4,), (0,)])
 def test_a_parameter_with_fewer_than_two_dims_cannot_take_muon(shape: tuple[int, ...]) -> None:
     pair = ("norm.weight", nn.Parameter(torch.ones(shape)))

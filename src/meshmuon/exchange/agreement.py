@@ -20,10 +20,11 @@ from meshmuon.errors import NonFiniteGradientError, NonFiniteGradientWarning, me
 
 @dataclass(frozen=True, slots=True)
 class NamedGradient:
-    """A gradient and the parameter it belongs to."""
+    """A gradient, the parameter it belongs to, and the largest magnitude its arithmetic can take."""
 
     name: str
     tensor: Tensor
+    largest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,13 @@ class Agreement:
         self._overflows = 0
         self._on_their_way: deque[_Report] = deque()
 
-    def check(self, gradients: Sequence[NamedGradient], *, found_inf: Tensor | None) -> Verdict:
+    def check(self, gradients: Sequence[NamedGradient], *, found_inf: Tensor | None, unscale: Tensor | None) -> Verdict:
         """Decide whether the step happens.
 
         Args:
             gradients: Every gradient of the step.
             found_inf: GradScaler's own finding, or None.
+            unscale: What the gradients will be multiplied with when read, or None.
 
         Returns:
             The verdict.
@@ -70,11 +72,13 @@ class Agreement:
         """
         self.collect(wait=False)
         self._steps += 1
+        if not isinstance(found_inf, Tensor):
+            found_inf = None  # GradScaler gives the number 0 when there is no gradient at all
         watched = [g for g in gradients if g.tensor.numel()] if self._policy != "ignore" else []
         if not watched and found_inf is None:
             return Verdict(go=True)
         device = watched[0].tensor.device if watched else found_inf.device  # type: ignore[union-attr]
-        names, finite = _finite(watched, device)
+        names, finite = _finite(watched, device, unscale)
         overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
         report = _Report(self._steps, names, finite, overflow, None)
         if device.type == "cpu" or self._policy == "raise" or self._steps == 1:
@@ -115,7 +119,7 @@ class Agreement:
         if all(finite):
             return True
         bad = [name for name, good in zip(report.names, finite, strict=True) if not good]
-        found = f"NaN or inf in the gradient of {some(bad)}"
+        found = f"NaN, inf or numbers too large in the gradient of {some(bad)}"
         if self._policy == "raise":
             do = "Nothing was changed. Look at the loss and the inputs of this step"
             raise NonFiniteGradientError(message(f"step {report.step}", found=found, do=do))
@@ -125,15 +129,20 @@ class Agreement:
         return False
 
 
-def _finite(gradients: Sequence[NamedGradient], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
-    """Names, and one bool for each. The largest magnitude is finite exactly if all are: one read, no mask."""
-    alike: dict[tuple[torch.device, torch.dtype], list[NamedGradient]] = {}
+def _finite(
+    gradients: Sequence[NamedGradient], device: torch.device, unscale: Tensor | None
+) -> tuple[tuple[str, ...], Tensor]:
+    """Names, and one bool for each: whether its arithmetic can take every magnitude. NaN fails any comparison."""
+    alike: dict[tuple[torch.device, torch.dtype, float], list[NamedGradient]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.tensor.device, gradient.tensor.dtype), []).append(gradient)
+        key = (gradient.tensor.device, gradient.tensor.dtype, gradient.largest)
+        alike.setdefault(key, []).append(gradient)
     finite = [torch.ones(0, dtype=torch.bool, device=device)]
-    for members in alike.values():
+    for (_, _, largest), members in alike.items():
         peaks = torch._foreach_norm([member.tensor.detach() for member in members], float("inf"))
-        finite.append(torch.isfinite(torch.stack(peaks)).to(device, non_blocking=True))
+        peak = torch.stack(peaks).to(torch.promote_types(peaks[0].dtype, torch.float32))
+        peak = peak if unscale is None else peak * unscale.to(peak.device, peak.dtype)
+        finite.append((peak <= largest).to(device, non_blocking=True))
     names = tuple(member.name for members in alike.values() for member in members)
     return names, torch.cat(finite)
 

@@ -194,11 +194,10 @@ class MatrixView:
         least = 3 if self.experts else 2
         if len(shape) < least or (len(shape) > 2 and not (self.experts or self.flatten)):
             found = f"{len(shape)}-D of shape {shape}" + (f" with view {self.as_dict()}" if self.as_dict() else "")
-            do = (
-                f"View(experts=True) needs at least 3 dims; a plain matrix has 2. {TWO_WAYS_OUT}"
-                if self.experts or len(shape) > 2
-                else 'A matrix has at least 2 dims: route it to "adamw"'
-            )
+            if len(shape) < least:
+                do = f'That needs at least {least} dims: correct the view, or send it to "adamw"'
+            else:
+                do = 'A matrix has 2: give its group view={"experts": True} or {"flatten": True}, or algorithm="adamw"'
             raise ValueError(message(f"parameter {name!r}", found=found, do=do))
         lead = shape[:-2] if self.experts else ()
         out, *rest = shape[len(lead) :]
@@ -210,12 +209,6 @@ class MatrixView:
                 found = f"{side} {self.heads_on} do not divide into {self.heads} heads"
                 raise ValueError(message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on="))
         return lead, out, tuple(rest)
-
-
-TWO_WAYS_OUT = (
-    'Say how it is a stack of matrices, overrides={"NAME": View(experts=True)} or View(flatten=True), '
-    'or send it to AdamW, overrides={"NAME": "adamw"}'
-)
 
 
 def _check_sizes(name: str, value: Any) -> tuple[int, ...] | None:

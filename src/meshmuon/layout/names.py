@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
+
+from meshmuon.errors import message
 
 # Anywhere in a path: torch.compile, activation checkpointing, FSDP1.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -39,3 +42,23 @@ def normalise_names(names: Iterable[str]) -> list[str]:
     short = [normalise_name(name) for name in raw]
     counts = Counter(short)
     return [name if counts[brief] > 1 else brief for name, brief in zip(raw, short, strict=True)]
+
+
+def check_names(names: Iterable[Any], *, where: str) -> None:
+    """Accept names that are strings, each given once.
+
+    Args:
+        names: What was given as names.
+        where: What was called or written, for the message.
+
+    Raises:
+        TypeError: If one is not a string.
+        ValueError: If one stands for two parameters.
+    """
+    seen = set()
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(message(where, found=f"params with the name {name!r}", do="Names are strings"))
+        if name in seen:
+            raise ValueError(message(where, found=f"two parameters called {name!r}", do="Give each its own name"))
+        seen.add(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from meshmuon.errors import message
 
@@ -20,11 +21,18 @@ def check_parameter(name: str, tensor: object) -> None:
 
     Raises:
         TypeError: If it is not a tensor, or complex, sparse, quantized or integer.
-        ValueError: If it is a flat shard, a DTensor, or not a leaf.
+        ValueError: If it is a flat shard, a DTensor, not a leaf, or has no shape yet.
     """
     subject = f"parameter {name!r}"
     if not isinstance(tensor, Tensor):
         raise TypeError(message(subject, found=f"a {type(tensor).__name__}", do="Pass tensors"))
+    if is_lazy(tensor):
+        found = "a lazy parameter without a shape"
+        raise ValueError(message(subject, found=found, do="Run the model once before building the optimizer"))
+    if not (tensor.is_leaf or tensor.retains_grad):
+        raise ValueError(
+            message(subject, found="a non-leaf tensor, the result of other tensors", do="Pass the parameter itself")
+        )
     if isinstance(tensor, DTensor):
         found = f"a DTensor with placements {tensor.placements}"
         raise ValueError(message(subject, found=found, do="This version trains plain tensors on one device"))
@@ -36,6 +44,21 @@ def check_parameter(name: str, tensor: object) -> None:
     if is_flattened(tensor):
         found = f"a flat shard of {tensor.numel():,} elements"
         raise ValueError(message(subject, found=found, do=FLAT_SHARD))
+
+
+def check_gradient(name: str, grad: Tensor) -> None:
+    """Refuse, by name, a gradient that cannot be used.
+
+    Args:
+        name: The parameter.
+        grad: Its gradient.
+
+    Raises:
+        TypeError: If it is sparse.
+    """
+    if grad.layout != torch.strided:
+        do = "Use dense gradients, e.g. nn.Embedding(sparse=False)"
+        raise TypeError(message(f"parameter {name!r}", found="a sparse gradient", do=do))
 
 
 FLAT_SHARD = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -121,6 +122,21 @@ def resolve_schedule(coefficients: str | Sequence[object], steps: int) -> Schedu
     return schedule
 
 
+def plain_coefficients(coefficients: str | Sequence[object], schedule: Schedule) -> str | Triple | Schedule:
+    """Write what a user gave as `ns_coefficients` in plain words and floats, in the form it was given in.
+
+    Args:
+        coefficients: A word, one triple, or triples; of numpy's numbers perhaps.
+        schedule: What `resolve_schedule` made of it.
+
+    Returns:
+        The word, the triple, or the schedule.
+    """
+    if isinstance(coefficients, str):
+        return coefficients
+    return schedule[0] if _is_number(next(iter(coefficients))) else schedule
+
+
 @functools.lru_cache(maxsize=256)
 def check_schedule(schedule: Schedule) -> None:
     """Refuse a schedule that would train wrongly.
@@ -207,14 +223,17 @@ def _listed(coefficients: Sequence[object], steps: int) -> Schedule:
 def _triple(item: object, form: str) -> Triple:
     if not isinstance(item, (tuple, list)) or len(item) != 3 or not all(_is_number(x) for x in item):
         raise ValueError(message("ns_coefficients", found=f"{item!r} where a triple belongs", do=form))
-    a, b, c = (float(x) for x in item)
+    try:
+        a, b, c = (float(x) for x in item)
+    except OverflowError:
+        a = b = c = math.inf
     if not all(math.isfinite(x) for x in (a, b, c)):
         raise ValueError(message("ns_coefficients", found=f"{item!r}", do="Coefficients must be finite"))
     return (a, b, c)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _tolerant(triple: Triple, safety: float) -> Triple:

@@ -29,21 +29,24 @@ _LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the polar factors of one shape are computed: everything decided, nothing left to look up."""
+    """How the polar factors of one shape are computed: everything decided, nothing left to look up.
+
+    Attributes:
+        schedule: One triple per step.
+        form: How the polynomial is evaluated.
+        dtype: What the products are computed in.
+        input_dtype: What matrices arrive in, here or over a wire: fp32 for an iteration in fp32, else bf16 (fp16 would
+            overflow before it is normalised), and fp64 for parameters in fp64.
+        restarts: Where the Gram form starts anew.
+        eps: Guards 0/0.
+    """
 
     schedule: Schedule
     form: Literal["standard", "gram", "svd"]
     dtype: torch.dtype
+    input_dtype: torch.dtype
     restarts: tuple[int, ...]
     eps: float
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """The dtype inputs arrive in, here or over a wire: fp32 (or fp64) for such an iteration, else bf16.
-
-        fp16 would overflow before normalisation; bf16 has fp32's range.
-        """
-        return self.dtype if self.dtype in (torch.float32, torch.float64) else torch.bfloat16
 
     def flops(self, m: int, n: int) -> float:
         """Count the operations for one m×n matrix (m <= n)."""
@@ -89,7 +92,8 @@ def choose_recipe(
     """
     compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
     chosen = orthogonalizer.restarts
-    restarts = choose_restarts(schedule, compute) if chosen == "auto" else _valid_restarts(chosen, schedule)
+    orthogonalizer.check_steps(len(schedule))
+    restarts = choose_restarts(schedule, compute) if chosen == "auto" else chosen
     form = orthogonalizer.form
     if form == "auto":
         standard = cost.standard_flops(m, n, steps=len(schedule))
@@ -97,7 +101,15 @@ def choose_recipe(
         form = "gram" if gram < standard else "standard"
     if form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
-    return Recipe(schedule, form, compute, restarts if form == "gram" else (), eps)
+    arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
+    return Recipe(
+        schedule=schedule,
+        form=form,
+        dtype=compute,
+        input_dtype=torch.float64 if dtype == torch.float64 else arrives,
+        restarts=restarts if form == "gram" else (),
+        eps=eps,
+    )
 
 
 def orthogonalize(
@@ -169,7 +181,7 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
-    wide = torch.float64 if recipe.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if torch.float64 in (x.dtype, recipe.dtype) else torch.float32
     canonical = torch.zeros(batch, cost.padded(m), cost.padded(n), dtype=wide, device=x.device)
     canonical[:, :m, :n].copy_(x)
     start = normalised(canonical, eps=recipe.eps).to(recipe.dtype)
@@ -224,13 +236,6 @@ def _compute_dtype(choice: str, *, device: torch.device, dtype: torch.dtype) -> 
     # bf16 products on most CPUs are 9-28x slower than fp32. On a GPU fp16 costs up to 15 % more than bf16 (it clocks
     # lower) but rounds 8x finer, so that the Gram form needs one restart instead of two.
     return torch.float32 if device.type == "cpu" else torch.float16
-
-
-def _valid_restarts(restarts: tuple[int, ...], schedule: Schedule) -> tuple[int, ...]:
-    if any(not 1 <= step < len(schedule) for step in restarts):
-        do = f"Each must be a step from 1 to {len(schedule) - 1}, before which the Gram matrix is formed anew"
-        raise ValueError(message("restarts", found=f"{restarts} for {len(schedule)} steps", do=do))
-    return restarts
 
 
 def _kind(x: object) -> str:

@@ -9,12 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshmuon.errors import message, some
-from meshmuon.layout.matrix_view import TWO_WAYS_OUT, MatrixView
-from meshmuon.layout.names import normalise_names
+from meshmuon.layout.matrix_view import MatrixView
+from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import Routing
 from meshmuon.layout.tensors import check_parameter
 from meshmuon.routing.overrides import Choice, Choices, Overrides
 from meshmuon.routing.rules import RULES, Candidate, head_by_size
+
+_TWO_WAYS_OUT = (
+    'Say how it is a stack of matrices, overrides={"NAME": View(experts=True)} or View(flatten=True), '
+    'or send it to AdamW, overrides={"NAME": "adamw"}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ def route_names(
         TypeError: If a parameter is of a kind that cannot be trained.
     """
     listed = list(pairs)
+    check_names((name for name, _ in listed), where="params")
     names = normalise_names(name for name, _ in listed)
     candidates = [
         Candidate(name=name, tensor=tensor, expert_keys=tuple(expert_keys))
@@ -224,6 +230,6 @@ def _decide(candidate: Candidate, choice: Choice | None) -> Routing:
         return Routing(candidate.name, "muon", "override", view)
     if proposed is None:
         found = f"{candidate.tensor.ndim}-D of shape {tuple(candidate.tensor.shape)}"
-        do = TWO_WAYS_OUT.replace("NAME", candidate.name)
+        do = _TWO_WAYS_OUT.replace("NAME", candidate.name)
         raise ValueError(message(f"parameter {candidate.name!r}", found=found, do=do))
     return proposed

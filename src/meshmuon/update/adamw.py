@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from meshmuon._compat import has_fused_adamw
-from meshmuon.update.momentum import read_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class AdamWRule:
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
-        unscale: What gradients are multiplied with when read (GradScaler), or None.
+        grad_scale: What the gradients are still multiplied with (GradScaler), or None.
         proceed: A device flag; where it is False nothing changes. None means go.
     """
 
@@ -41,7 +40,7 @@ class AdamWRule:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    unscale: Tensor | None = None
+    grad_scale: Tensor | None = None
     proceed: Tensor | None = None
 
 
@@ -59,20 +58,25 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
         return
     fused = has_fused_adamw(tensors[0].param.device)
     dense = [_Dense(item.param) for item in tensors]
-    found_inf = None
+    device = tensors[0].param.device
+    scale = None if rule.grad_scale is None else rule.grad_scale.to(device, torch.float32)
+    found_inf = None if scale is None else torch.zeros((), device=device)
     if rule.proceed is not None:
-        if not fused:
-            raise RuntimeError(f"no fused AdamW on {tensors[0].param.device}: the step must decide on the host")
         found_inf = torch.logical_not(rule.proceed).to(torch.float32)
+    if not fused and found_inf is not None:
+        raise RuntimeError(
+            f"torch has no fused AdamW on {device}, so no GradScaler and no deciding on the device there"
+        )
     adamw(
         [item.work for item in dense],
-        [read_gradient(t.grad, dtype=t.param.dtype, unscale=rule.unscale).contiguous() for t in tensors],
+        [_readable(t.grad, t.param, copy=scale is not None) for t in tensors],
         [item.exp_avg for item in tensors],
         [item.exp_avg_sq for item in tensors],
         [],
         [item.step for item in tensors],
         foreach=not fused,
         fused=fused,
+        grad_scale=scale,
         found_inf=found_inf,
         amsgrad=False,
         beta1=rule.betas[0],
@@ -84,6 +88,11 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
     )
     for item in dense:
         item.write_back()
+
+
+def _readable(grad: Tensor, param: Tensor, *, copy: bool) -> Tensor:
+    """The gradient as the kernels want it; a copy if they are to unscale, since they write the result back."""
+    return grad.to(param.dtype, copy=copy).contiguous()
 
 
 class _Dense:

@@ -68,6 +68,24 @@ def update_momentum_(matrices: Sequence[MatrixTensors], rule: MomentumRule) -> T
     return inputs
 
 
+def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:
+    """Give the largest magnitude a gradient may have without leaving inf behind.
+
+    For Muon, half the largest number of the arithmetic (the difference of two larger ones overflows inside a lerp), and
+    no more than the buffer can hold.
+
+    Args:
+        param: The parameter.
+        buffer: Its momentum, or None for a parameter that has none.
+
+    Returns:
+        The bound; whatever is finite passes for AdamW.
+    """
+    if buffer is None:
+        return torch.finfo(param.dtype).max
+    return min(torch.finfo(math_dtype(param)).max / 2, torch.finfo(buffer.dtype).max)
+
+
 def read_gradient(grad: Tensor, *, dtype: torch.dtype, unscale: Tensor | None) -> Tensor:
     """Read a gradient in the dtype of the arithmetic, without GradScaler's factor.
 

@@ -84,7 +84,7 @@ def test_a_set_that_flips_the_sign_of_a_rank_one_gradient_is_refused():
 
 
 def test_a_diverging_set_is_refused():
-    with pytest.raises(ValueError, match="above 1.35"):
+    with pytest.raises(ValueError, match=r"above 1\.35"):
         check_schedule(((10.0, 10.0, 10.0),) * 5)
     with pytest.raises(ValueError, match="fp16"):
         check_schedule(((1e6, 0.0, 0.0), (1e-6, 0.0, 0.0)))
@@ -109,5 +109,5 @@ def test_one_triple_is_repeated_and_lists_are_taken_as_they_are():
     ],
 )
 def test_malformed_coefficients_are_refused(coefficients, steps, error):
-    with pytest.raises(error, match="ns_coefficients|ns_steps"):
+    with pytest.raises(error, match=r"ns_coefficients|ns_steps"):
         resolve_schedule(coefficients, steps)

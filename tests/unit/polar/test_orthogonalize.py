@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from benchmarks.numerics import DTYPES, FORMS, measure, spectra
+
 from meshmuon import Orthogonalizer, orthogonalize
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
