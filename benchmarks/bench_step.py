@@ -58,9 +58,8 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     ours = medians["meshmuon.Muon"]
     count = sum(rows * cols for rows, cols in SHAPES)
-    print(
-        f"\n{len(SHAPES)} matrices of 192...768, {count / 1e6:.1f} M parameters, fp32, {torch.get_num_threads()} threads"
-    )
+    size = f"{count / 1e6:.1f} M parameters"
+    print(f"\n{len(SHAPES)} matrices of 192...768, {size}, fp32, {torch.get_num_threads()} threads")
     print(f"{'optimizer':28s} {'ms / step':>10s} {'x ours':>8s}")
     for name, value in medians.items():
         print(f"{name:28s} {value:10.1f} {value / ours:8.2f}")

@@ -7,7 +7,7 @@ kept, and a state that does not fit is refused by the parameter's name, at load.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,22 @@ def fresh_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(param, memory_format=torch.contiguous_format).detach(),
         "exp_avg_sq": torch.zeros_like(param, memory_format=torch.contiguous_format).detach(),
     }
+
+
+def complete_state_(state: MutableMapping[Tensor, Any], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """See to it that every parameter has the state it needs, and that nothing else is kept.
+
+    Args:
+        state: The optimizer's state, by parameter; written.
+        param_groups: Its groups.
+    """
+    complete = {}
+    for group in param_groups:
+        for param in group["params"]:
+            has = state.get(param, {})
+            complete[param] = has if state_fits(has, param, group) else adapted_state(has, param, group)
+    state.clear()
+    state.update(complete)
 
 
 def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon.checkpoint import adapted_state, load_checked, state_fits
+from meshmuon.checkpoint import complete_state_, load_checked
 from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode, check_words
 from meshmuon.exchange.agreement import Agreement, NamedGradient
 from meshmuon.exchange.exchange import Exchange
@@ -301,13 +301,7 @@ class Muon(Optimizer):
             if group["algorithm"] == "muon"
         }
         plan = build_plan(records, polar=polar, execution=self._execution, ranks=world_size())
-        kept = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state.get(param, {})
-                kept[param] = state if state_fits(state, param, group) else adapted_state(state, param, group)
-        self.state.clear()
-        self.state.update(kept)
+        complete_state_(self.state, self.param_groups)
         return Snapshot.of(self.param_groups, plan)
 
     def _start(self) -> None:

@@ -67,7 +67,7 @@ def test_every_appearance_of_a_matrix_gives_the_same_bits(shape, form):
 
 @pytest.mark.parametrize("shape", [(64, 96), (7, 33)])
 def test_without_the_canonical_entry_bits_do_differ(shape):
-    """The sabotage: plain products of the same matrix in another dress. If these agreed, the one above shows nothing."""
+    """The sabotage: plain products in another dress. If these agreed, the one above shows nothing."""
 
     def plain(x):
         x = x / x.norm()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
@@ -102,9 +103,10 @@ def head_by_size(model: nn.Module) -> Tensor | None:
 
     Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
     """
-    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    weights = (getattr(module, "weight", None) for module in model.modules() if _is_embedding(module))
-    vocabularies = {weight.shape for weight in weights if isinstance(weight, Tensor)}
+    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
+    shaped = [(module, w) for module, w in weights if isinstance(w, Tensor) and not is_lazy(w)]
+    linears = [weight for module, weight in shaped if isinstance(module, nn.Linear)]
+    vocabularies = {weight.shape for module, weight in shaped if _is_embedding(module)}
     if not linears or linears[-1].shape not in vocabularies:
         return None
     return linears[-1] if sum(weight.shape == linears[-1].shape for weight in linears) == 1 else None
