@@ -132,10 +132,11 @@ parentheses the largest singular value of the result. {verdict}
 How to read it:
 
 - Five steps lift singular values above about 1e-3 of the Frobenius norm to 1. No five-step set resolves condition
-  numbers of 1e5 and more: the distance there is mostly the small directions that stay small. That is Muon as everybody runs it;
-  eight or ten steps of Polar Express resolve more, in fp32 or fp16.
+  numbers of 1e5 and more: the distance there is mostly the small directions that stay small. That is Muon as everybody
+  runs it; eight or ten steps of Polar Express resolve more, in fp32 or fp16.
 - In bf16, and with eight or ten steps also in fp16, rounding noise in directions where the input has nothing is
-  lifted as well: a rank-1 input comes out with a large distance although its leading direction is right. It stays bounded.
+  lifted as well: a rank-1 input comes out with a large distance although its leading direction is right. It stays
+  bounded.
 - The Gram form equals the standard one to three digits in every dtype, because it restarts as often as the dtype needs
   (fp16: once in five steps, bf16: twice, fp32: never).
 

@@ -31,8 +31,8 @@ class TorchOperations:
 
     [Note: one product, one rounding path] On a CPU, only a plain `bmm` of 16-aligned operands was measured to give a
     matrix the same bits in every batch and with every thread count; `baddbmm` with beta differs between one thread
-    and two. So in fp32 on a CPU the sum is formed by separate, individually rounded operations. Elsewhere the fused
-    form rounds once, which 16-bit accuracy needs.
+    and two. So in fp32 on a CPU a·I + b·r + c·r² is computed as a·I + r·(b·I + c·r): one product, and nothing to add.
+    In 16 bits b·I would swallow c·r; there the fused form rounds once.
     """
 
     def gram(self, x: Tensor) -> Tensor:
@@ -43,7 +43,9 @@ class TorchOperations:
         """Return a·I + b·gram + c·gram²."""
         a, b, c = triple
         if gram.device.type == "cpu" and gram.dtype in (torch.float32, torch.float64):
-            result = torch.bmm(gram, gram).mul_(c).add_(gram * b)
+            inner = gram * c
+            inner.diagonal(dim1=-2, dim2=-1).add_(b)
+            result = torch.bmm(gram, inner)
         else:
             result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         # Folding a·I in here makes the last product a plain one; measured as accurate as adding a·x to it.

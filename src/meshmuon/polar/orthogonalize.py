@@ -24,6 +24,9 @@ from meshmuon.polar.operations import TorchOperations
 
 _OPERATIONS = TorchOperations()
 _DEFAULT_WORKSPACE = 2**30
+# m·m·n above which a CPU takes matrices one by one: its batched products run on one thread or miss the cache (measured
+# 115 against 266 GFLOP/s at 192, 176 against 320 at 768), while below it the calls themselves cost more.
+_ONE_BY_ONE_FROM = 64**3
 _LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
 
 
@@ -181,16 +184,25 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
+    start = _canonical(x, recipe)
+    at_once = 1 if x.device.type == "cpu" and m * m * n >= _ONE_BY_ONE_FROM else batch
+    parts = [_iterate(part, recipe) for part in start.split(at_once)]
+    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:, :m, :n]
+
+
+def _canonical(x: Tensor, recipe: Recipe) -> Tensor:
+    """Copy into the one form everything is computed from, normalised. See [Note: canonical entry]."""
+    batch, m, n = x.shape
     wide = torch.float64 if torch.float64 in (x.dtype, recipe.dtype) else torch.float32
-    canonical = torch.zeros(batch, cost.padded(m), cost.padded(n), dtype=wide, device=x.device)
-    canonical[:, :m, :n].copy_(x)
-    start = normalised(canonical, eps=recipe.eps).to(recipe.dtype)
-    del canonical
+    buffer = torch.zeros(batch, cost.padded(m), cost.padded(n), dtype=wide, device=x.device)
+    buffer[:, :m, :n].copy_(x)
+    return normalised(buffer, eps=recipe.eps).to(recipe.dtype)
+
+
+def _iterate(start: Tensor, recipe: Recipe) -> Tensor:
     if recipe.form == "gram":
-        result = gram_newton_schulz(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS)
-    else:
-        result = newton_schulz(start, schedule=recipe.schedule, operations=_OPERATIONS)
-    return result[:, :m, :n]
+        return gram_newton_schulz(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS)
+    return newton_schulz(start, schedule=recipe.schedule, operations=_OPERATIONS)
 
 
 def normalised(x: Tensor, *, eps: float) -> Tensor:

@@ -43,7 +43,7 @@ def apply_update_(matrices: Sequence[MatrixTensors], directions: Tensor, rule: A
 
     Args:
         matrices: The tensors; each `param` is written.
-        directions: (batch, m, n) of the bucket.
+        directions: (batch, m, n) of the bucket; used up.
         rule: The numbers of this step.
     """
     for item in matrices:
@@ -51,9 +51,13 @@ def apply_update_(matrices: Sequence[MatrixTensors], directions: Tensor, rule: A
         size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.shape, rule.adjust_lr_fn))
         dtype = math_dtype(item.param)
         direction = item.slot(directions).to(dtype)
-        param = item.param.to(dtype)  # may be the parameter itself: nothing below writes it in place
+        param = item.param.to(dtype)  # the parameter itself, if it has that dtype
         if rule.weight_decay and rule.weight_decay_mode != "l2":
-            decayed = param * (1.0 - lr * rule.weight_decay)
-            agree = direction * param > 0 if rule.weight_decay_mode == "cautious" else None
-            param = decayed if agree is None else torch.where(agree, decayed, param)
-        item.param.copy_(param - direction * size)
+            factor = 1.0 - lr * rule.weight_decay
+            if rule.weight_decay_mode == "cautious":
+                param.copy_(torch.where(direction * param > 0, param * factor, param))
+            else:
+                param.mul_(factor)
+        param.sub_(direction.mul_(size))
+        if param is not item.param:
+            item.param.copy_(param)

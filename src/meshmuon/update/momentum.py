@@ -57,13 +57,14 @@ def update_momentum_(matrices: Sequence[MatrixTensors], rule: MomentumRule) -> T
         if rule.proceed is not None:
             # lerp(buf, buf, w) is buf, exactly: a step that must not happen leaves momentum alone, and stays finite.
             grad = torch.where(rule.proceed, grad, buffer)
-        average = torch.lerp(buffer, grad, 1.0 - rule.momentum)
-        item.buffer.copy_(average)
+        if buffer is item.buffer:
+            buffer.lerp_(grad, 1.0 - rule.momentum)
+        else:
+            item.buffer.copy_(torch.lerp(buffer, grad, 1.0 - rule.momentum))
+        average = item.buffer
         if rule.nesterov:
             # From the stored (rounded) buffer, so that a resumed run continues with the same bits.
             average = torch.lerp(grad, item.buffer.to(grad.dtype), rule.momentum)
-        else:
-            average = item.buffer
         item.slot(inputs).copy_(average)
     return inputs
 
