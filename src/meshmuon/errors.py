@@ -17,6 +17,18 @@ class NonFiniteGradientWarning(UserWarning):
     """A step was skipped under `non_finite="skip"`, because a gradient held NaN or inf."""
 
 
+class GradientMismatchError(RuntimeError):
+    """Some ranks have a gradient for a shared parameter and others do not. Nothing was changed anywhere."""
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks that share parameters were built differently. Nothing was changed anywhere."""
+
+
+class BrokenOptimizerError(RuntimeError):
+    """A rank was lost in the middle of a step: parameters may be half updated. Reload a checkpoint."""
+
+
 class CheckpointError(ValueError):
     """A state dict does not fit this optimizer. Nothing was loaded."""
 

@@ -26,6 +26,7 @@ from meshmuon.config import (
 )
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
+from meshmuon.layout.mesh import layout_of, local
 from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.tensors import check_parameter
@@ -321,8 +322,18 @@ def group_records(param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[st
             check_parameter(name, tensor)
             reason = reasons.get(name, f"its group says {group['algorithm']}")
             routing = Routing(name, group["algorithm"], reason, view)
-            shape = tuple(tensor.shape)
-            records.append(ParameterRecord(routing, index, position, shape, tensor.dtype, tensor.device))
+            records.append(
+                ParameterRecord(
+                    routing=routing,
+                    group=index,
+                    position=position,
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                    local_shape=tuple(local(tensor).shape),
+                    layout=layout_of(name, tensor),
+                )
+            )
     return records
 
 

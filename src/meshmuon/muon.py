@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 
 from meshmuon.checkpoint import complete_state_, load_checked
 from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode, check_words
-from meshmuon.exchange.agreement import Agreement, NamedGradient
+from meshmuon.exchange.agreement import Agreement, Watched
 from meshmuon.exchange.exchange import Exchange
-from meshmuon.exchange.groups import is_main_rank, world_size
+from meshmuon.exchange.groups import Groups, global_rank, world_size
+from meshmuon.exchange.peers import Peers
 from meshmuon.groups import (
     check_defaults,
     check_group_parameters,
@@ -23,10 +25,12 @@ from meshmuon.groups import (
     group_records,
     refuse_keywords,
 )
+from meshmuon.layout.mesh import local, mesh_groups
 from meshmuon.layout.records import ParameterRecord
-from meshmuon.layout.tensors import check_gradient
+from meshmuon.layout.tensors import usable_gradient
 from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
-from meshmuon.plan.describe import describe_groups
+from meshmuon.plan.describe import describe_group, describe_groups
+from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.routing import Overrides, route_params
@@ -153,7 +157,7 @@ class Muon(Optimizer):
         self._reasons = routed.reasons
         super().__init__(routed.groups, muon)
         self._start()
-        if is_main_rank():
+        if global_rank() == 0:
             logger.info("%s", self)
 
     @torch.no_grad()
@@ -171,12 +175,14 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
+        self._peers.meet()
         verdict = self._agreement.check(
-            self._gradients(plan), found_inf=getattr(self, "found_inf", None), unscale=self._unscale()
+            self._watched(plan), found_inf=getattr(self, "found_inf", None), unscale=self._unscale()
         )
         if verdict.go:
-            journeys = (self._update(bucket, verdict.flag) for bucket in plan.buckets)
-            pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
+            for wave in plan.waves:
+                journeys = (self._update(bucket, verdict.flag) for bucket in wave)
+                pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
             self._update_elementwise(plan, verdict.flag)
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
@@ -184,28 +190,33 @@ class Muon(Optimizer):
 
     def _update(self, bucket: Bucket, proceed: Tensor | None) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
+        bucket = self._without_absent(bucket)
         matrices = self._matrix_tensors(bucket)
         if not matrices:
             return
         group = self.param_groups[bucket.group]
-        inputs = update_momentum_(
+        size = self._exchange.buffer_size(bucket)
+        inputs = torch.empty(size, dtype=bucket.recipe.input_dtype, device=bucket.device)
+        update_momentum_(
             matrices,
+            inputs,
             MomentumRule(
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
                 l2=group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0,
                 unscale=self._unscale(),
                 proceed=proceed,
-                input_dtype=bucket.recipe.input_dtype,
             ),
         )
         if self._execution.release_grads:
             matrices = self._release_grads(matrices)
         gathered = self._exchange.gather(bucket, inputs)  # a local bucket is already there
-        yield
+        if gathered.in_flight:
+            yield
         directions = orthogonalize_stack(gathered.wait(), bucket.recipe)
         scattered = self._exchange.scatter(bucket, directions)  # the same table, inverted
-        yield
+        if scattered.in_flight:
+            yield
         apply_update_(
             matrices,
             scattered.wait(),
@@ -219,18 +230,22 @@ class Muon(Optimizer):
             ),
         )
 
+    def _without_absent(self, bucket: Bucket) -> Bucket:
+        """Leave out matrices without a gradient where nobody else counts on them."""
+        if bucket.route is not Route.LOCAL:
+            return bucket
+        present = tuple(m for m in bucket.matrices if self._tensor(m.parameter).grad is not None)
+        return bucket if len(present) == len(bucket.matrices) else replace(bucket, matrices=present)
+
     def _matrix_tensors(self, bucket: Bucket) -> list[MatrixTensors]:
-        """The bucket's tensors, without the matrices that have no gradient in this step."""
-        items: list[MatrixTensors] = []
-        offset = 0
-        for matrix in bucket.matrices:
+        """What this rank holds of the bucket's matrices, as plain tensors."""
+        items = []
+        for matrix, offset in zip(bucket.matrices, self._exchange.offsets(bucket), strict=True):
             param = self._tensor(matrix.parameter)
-            if param.grad is None:
-                continue
             select = matrix.block.select
-            buffer = self.state[param]["momentum_buffer"]
-            items.append(MatrixTensors(matrix, select(param), select(param.grad), select(buffer), offset))
-            offset += matrix.count
+            grad = None if param.grad is None else select(local(param.grad))
+            buffer = select(local(self.state[param]["momentum_buffer"]))
+            items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, offset, grad is not None))
         return items
 
     def _update_elementwise(self, plan: Plan, proceed: Tensor | None) -> None:
@@ -240,7 +255,8 @@ class Muon(Optimizer):
             param = self._tensor(record)
             if param.grad is not None:
                 decays = len(record.shape) >= 2 or self.param_groups[record.group]["decay_vectors"]
-                item = AdamWTensors(param=param, grad=param.grad, **self.state[param])
+                state = {key: local(value) for key, value in self.state[param].items()}
+                item = AdamWTensors(param=local(param), grad=local(param.grad), **state)
                 alike.setdefault((record.group, decays), []).append(item)
         for (index, decays), tensors in alike.items():
             group = self.param_groups[index]
@@ -255,15 +271,14 @@ class Muon(Optimizer):
             )
             update_adamw_(tensors, rule)
 
-    def _gradients(self, plan: Plan) -> list[NamedGradient]:
-        gradients = []
+    def _watched(self, plan: Plan) -> list[Watched]:
+        watched = []
         for record in plan.parameters:
             param = self._tensor(record)
-            if param.grad is not None:
-                check_gradient(record.name, param.grad)
-                largest = largest_gradient(param, self.state[param].get("momentum_buffer"))
-                gradients.append(NamedGradient(record.name, param.grad, largest))
-        return gradients
+            largest = largest_gradient(param, self.state[param].get("momentum_buffer"))
+            grad = None if param.grad is None else usable_gradient(record.name, param)
+            watched.append(Watched(record.name, grad, largest, shared=record.layout is not None))
+        return watched
 
     def _unscale(self) -> Tensor | None:
         """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
@@ -273,7 +288,7 @@ class Muon(Optimizer):
     def _release_grads(self, matrices: Sequence[MatrixTensors]) -> list[MatrixTensors]:
         """Let go of gradients that have been read whole; those cut into blocks go at the end of the step."""
         for item in matrices:
-            if item.param.numel() == item.matrix.parameter.numel:
+            if item.param.numel() == math.prod(item.matrix.parameter.local_shape):
                 self._tensor(item.matrix.parameter).grad = None
         return [replace(item, grad=None) for item in matrices]
 
@@ -300,14 +315,25 @@ class Muon(Optimizer):
             for index, group in enumerate(self.param_groups)
             if group["algorithm"] == "muon"
         }
-        plan = build_plan(records, polar=polar, execution=self._execution, ranks=world_size())
+        plan = build_plan(records, polar=polar, execution=self._execution, rank=global_rank(), ranks=world_size())
         complete_state_(self.state, self.param_groups)
+        self._connect(plan)
         return Snapshot.of(self.param_groups, plan)
+
+    def _connect(self, plan: Plan) -> None:
+        """What moves the buckets of a plan. Process groups are made when they are first needed, not here."""
+        self._groups = Groups()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._groups.know(mesh_groups(param))
+        self._exchange = Exchange(self._groups, rank=plan.rank)
+        settings = {index: describe_group(group) for index, group in enumerate(self.param_groups)}
+        self._peers = Peers(plan, self._groups, settings=settings)
+        self._agreement.join(self._peers)
 
     def _start(self) -> None:
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
-        self._exchange = Exchange()
         self._snapshot = None
         self._current_plan()
 

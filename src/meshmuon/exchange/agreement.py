@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from meshmuon.config import NonFinite
-from meshmuon.errors import NonFiniteGradientError, NonFiniteGradientWarning, message, some
+from meshmuon.errors import GradientMismatchError, NonFiniteGradientError, NonFiniteGradientWarning, message, some
+from meshmuon.exchange.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
-class NamedGradient:
-    """A gradient, the parameter it belongs to, and the largest magnitude its arithmetic can take."""
+class Watched:
+    """A parameter's gradient, if it has one, and the largest magnitude its arithmetic can take."""
 
     name: str
-    tensor: Tensor
+    grad: Tensor | None
     largest: float
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +39,86 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """An answer on its way to the host: which gradients were finite, and whether GradScaler saw an overflow."""
+    """An answer, perhaps on its way to the host.
+
+    Attributes:
+        step: Which step it is about.
+        names: The parameters.
+        bad: For each, whether a gradient was not usable on any rank; one more for parameters of other meshes.
+        torn: For each, whether some ranks had a gradient and some had none.
+        overflow: Whether GradScaler saw an overflow.
+        arrived: When it is here; None if it is.
+    """
 
     step: int
     names: tuple[str, ...]
-    finite: Tensor
+    bad: Tensor
+    torn: Tensor
     overflow: Tensor
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
 
 
 class Agreement:
-    """Decides each step from the gradients, and keeps count."""
+    """Decides each step from the gradients of all ranks, and keeps count."""
 
     def __init__(self, policy: NonFinite) -> None:
         self._policy = policy
+        self._peers: Peers | None = None
         self._steps = 0
         self._skipped = 0
         self._overflows = 0
         self._on_their_way: deque[_Report] = deque()
 
-    def check(self, gradients: Sequence[NamedGradient], *, found_inf: Tensor | None, unscale: Tensor | None) -> Verdict:
+    def join(self, peers: Peers) -> None:
+        """Agree with these from now on, keeping the counts. Alone, there is nobody to ask."""
+        self._peers = None if peers.alone else peers
+
+    def check(self, watched: Sequence[Watched], *, found_inf: Tensor | None, unscale: Tensor | None) -> Verdict:
         """Decide whether the step happens.
 
         Args:
-            gradients: Every gradient of the step.
+            watched: Every parameter, in the order of the plan.
             found_inf: GradScaler's own finding, or None.
             unscale: What the gradients will be multiplied with when read, or None.
 
         Returns:
-            The verdict.
+            The verdict, the same on every rank.
 
         Raises:
             NonFiniteGradientError: Under "raise", if a gradient is not finite. Nothing has been changed.
+            GradientMismatchError: If only some ranks have a gradient for a parameter they share. Likewise.
         """
         self.collect(wait=False)
         self._steps += 1
         if not isinstance(found_inf, Tensor):
             found_inf = None  # GradScaler gives the number 0 when there is no gradient at all
-        watched = [g for g in gradients if g.tensor.numel()] if self._policy != "ignore" else []
-        if not watched and found_inf is None:
+        read = self._policy != "ignore"
+        if self._peers is None and found_inf is None and not (read and any(w.grad is not None for w in watched)):
             return Verdict(go=True)
-        device = watched[0].tensor.device if watched else found_inf.device  # type: ignore[union-attr]
-        names, finite = _finite(watched, device, unscale)
-        overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
-        report = _Report(self._steps, names, finite, overflow, None)
-        if device.type == "cpu" or self._policy == "raise" or self._steps == 1:
-            return Verdict(go=self._account(report))
-        flag = finite.all() & (overflow == 0)
+        report = self._report(watched, found_inf=found_inf, unscale=unscale, read=read)
+        if report.bad.device.type == "cpu" or self._policy == "raise" or self._steps == 1:
+            return Verdict(go=self._account(report, watched))
+        flag = ~(report.bad.any() | report.torn.any()) & (report.overflow == 0)
         self._on_their_way.append(_sent(report))
         return Verdict(go=True, flag=flag)
+
+    def _report(
+        self, watched: Sequence[Watched], *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
+    ) -> _Report:
+        grads = [w.grad for w in watched if w.grad is not None]
+        device = grads[0].device if grads else (torch.device("cpu") if found_inf is None else found_inf.device)
+        bad = (
+            _unusable(watched, device, unscale) if read else torch.zeros(len(watched), dtype=torch.bool, device=device)
+        )
+        overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
+        torn = torch.zeros_like(bad)
+        if self._peers is not None:
+            absent = _on(device, [w.shared and w.grad is None for w in watched])
+            present = _on(device, [w.shared and w.grad is not None for w in watched])
+            scaled = overflow.ne(0).expand(len(watched))
+            all_ranks = self._peers.combine(torch.stack([bad, absent, present, scaled]).to(torch.int32)).bool()
+            bad, torn, overflow = all_ranks[0], (all_ranks[1] & all_ranks[2])[:-1], all_ranks[3].any().float()
+        return _Report(self._steps, tuple(w.name for w in watched), bad, torn, overflow)
 
     def collect(self, *, wait: bool) -> None:
         """Count and warn about the answers that have arrived since.
@@ -99,7 +132,7 @@ class Agreement:
                 if not wait:
                     return
                 report.arrived.synchronize()
-            self._account(self._on_their_way.popleft())
+            self._account(self._on_their_way.popleft(), watched=None)
 
     def counts(self) -> dict[str, float]:
         """Give the counts for `metrics()`, waiting for those on their way."""
@@ -110,16 +143,17 @@ class Agreement:
             "skipped_grad_scaler": float(self._overflows),
         }
 
-    def _account(self, report: _Report) -> bool:
+    def _account(self, report: _Report, watched: Sequence[Watched] | None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
+        if torn := [name for name, split in zip(report.names, report.torn.tolist(), strict=True) if split]:
+            raise GradientMismatchError(self._torn_message(report.step, torn, watched))
         if bool(report.overflow.item()):
             self._overflows += 1  # GradScaler expects these and lowers its scale: no reason to warn
             return False
-        finite = report.finite.tolist()
-        if all(finite):
+        if not bool(report.bad.any()):
             return True
-        bad = [name for name, good in zip(report.names, finite, strict=True) if not good]
-        found = f"NaN, inf or numbers too large in the gradient of {some(bad)}"
+        bad = [name for name, unusable in zip(report.names, report.bad.tolist(), strict=False) if unusable]
+        found = f"NaN, inf or numbers too large in the gradient of {some(bad) or 'a parameter of another mesh'}"
         if self._policy == "raise":
             do = "Nothing was changed. Look at the loss and the inputs of this step"
             raise NonFiniteGradientError(message(f"step {report.step}", found=found, do=do))
@@ -128,32 +162,47 @@ class Agreement:
         warnings.warn(message(f"step {report.step}", found=found, do=do), NonFiniteGradientWarning, stacklevel=2)
         return False
 
+    def _torn_message(self, step: int, torn: Sequence[str], watched: Sequence[Watched] | None) -> str:
+        where = "some ranks"
+        if watched is not None and self._peers is not None:  # decided at once, so every rank is here to be asked
+            without = self._peers.ranks_without([w.name for w in watched if w.shared and w.grad is None])
+            where = f"ranks {some(str(rank) for rank in without.get(torn[0], ()))}"
+        found = f"no gradient on {where} for {some(torn)}, though others have one"
+        do = "Nothing was changed. Every rank that holds a part of a parameter must give it a gradient, or none may"
+        return message(f"step {step}", found=found, do=do)
 
-def _finite(
-    gradients: Sequence[NamedGradient], device: torch.device, unscale: Tensor | None
-) -> tuple[tuple[str, ...], Tensor]:
-    """Names, and one bool for each: whether its arithmetic can take every magnitude. NaN fails any comparison."""
-    alike: dict[tuple[torch.device, torch.dtype, float], list[NamedGradient]] = {}
-    for gradient in gradients:
-        key = (gradient.tensor.device, gradient.tensor.dtype, gradient.largest)
-        alike.setdefault(key, []).append(gradient)
-    finite = [torch.ones(0, dtype=torch.bool, device=device)]
-    for (_, _, largest), members in alike.items():
-        peaks = torch._foreach_norm([member.tensor.detach() for member in members], float("inf"))
+
+def _unusable(watched: Sequence[Watched], device: torch.device, unscale: Tensor | None) -> Tensor:
+    """One bool per parameter: whether its arithmetic could not take some magnitude. NaN fails any comparison."""
+    alike: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
+    for i, item in enumerate(watched):
+        if item.grad is not None and item.grad.numel():
+            alike.setdefault((item.grad.device, item.grad.dtype, item.largest), []).append(i)
+    flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(watched)
+    for (_, _, largest), indices in alike.items():
+        peaks = torch._foreach_norm([watched[i].grad.detach() for i in indices], float("inf"))  # type: ignore[union-attr]
         peak = torch.stack(peaks).to(torch.promote_types(peaks[0].dtype, torch.float32))
         peak = peak if unscale is None else peak * unscale.to(peak.device, peak.dtype)
-        finite.append((peak <= largest).to(device, non_blocking=True))
-    names = tuple(member.name for members in alike.values() for member in members)
-    return names, torch.cat(finite)
+        unusable = (~(peak <= largest)).to(device, non_blocking=True)
+        for i, flag in zip(indices, unusable.unbind(), strict=True):
+            flags[i] = flag
+    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
+
+
+def _on(device: torch.device, values: Sequence[bool]) -> Tensor:
+    """Bring bools to a device without waiting for it."""
+    host = torch.tensor(values, dtype=torch.bool, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def _sent(report: _Report) -> _Report:
     """Start the copy of a report to the host. Pinned memory: a copy to any other waits for the device."""
-    arrived = torch.cuda.Event() if report.finite.is_cuda else None
-    finite = torch.empty_like(report.finite, device="cpu", pin_memory=report.finite.is_cuda)
-    overflow = torch.empty_like(report.overflow, device="cpu", pin_memory=report.overflow.is_cuda)
-    finite.copy_(report.finite, non_blocking=True)
-    overflow.copy_(report.overflow, non_blocking=True)
+
+    def to_host(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+
+    bad, torn, overflow = to_host(report.bad), to_host(report.torn), to_host(report.overflow)
+    arrived = torch.cuda.Event() if report.bad.is_cuda else None
     if arrived is not None:
         arrived.record()
-    return _Report(report.step, report.names, finite, overflow, arrived)
+    return _Report(report.step, report.names, bad, torn, overflow, arrived)

@@ -1,51 +1,141 @@
-"""Move matrices to where they are orthogonalized, and the results back."""
+"""Move matrices to where they are orthogonalized, and the results back. A local bucket does not move."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from meshmuon.exchange.groups import Groups
+from meshmuon.exchange.transfer import Transfer, transfer_of
 from meshmuon.plan.bucket import Bucket
 from meshmuon.plan.route import Route
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Matrices that are on their way, or already here."""
+    """Numbers on their way, or already here.
 
-    tensor: Tensor
+    Attributes:
+        finish: Turns what arrived into what was asked for.
+        work: The collective under way; None if nothing travels.
+        sent: The buffer it reads from: held here, so that it is not freed before the collective has finished.
+    """
+
+    finish: Callable[[], Tensor]
+    work: Any = None
+    sent: Tensor | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self.work is not None
 
     def wait(self) -> Tensor:
-        """Return the matrices once they are here."""
-        return self.tensor
+        """Return what was asked for, once it is here."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
 
 
 class Exchange:
-    """Carries out the transfers of buckets. A bucket without transfers is already where it should be."""
+    """Carries out the transfers of buckets."""
+
+    def __init__(self, groups: Groups, *, rank: int) -> None:
+        self._groups = groups
+        self._rank = rank
+        self._tables: dict[int, Transfer] = {}
+
+    def offsets(self, bucket: Bucket) -> list[int]:
+        """Give the place of each matrix of a bucket in the flat buffer that `gather` takes and `scatter` gives.
+
+        Args:
+            bucket: The bucket.
+
+        Returns:
+            Offsets in numbers.
+        """
+        if bucket.route is Route.OWNED:
+            return list(self._table(bucket).offsets)
+        m, n = bucket.wide_shape
+        starts = [0]
+        for matrix in bucket.matrices:
+            starts.append(starts[-1] + matrix.count * m * n)
+        return starts[:-1]
+
+    def buffer_size(self, bucket: Bucket) -> int:
+        """Give the size of that buffer.
+
+        Args:
+            bucket: The bucket.
+
+        Returns:
+            Numbers.
+        """
+        if bucket.route is Route.OWNED:
+            return sum(self._table(bucket).send_splits)
+        return sum(matrix.count for matrix in bucket.matrices) * bucket.wide_shape[0] * bucket.wide_shape[1]
 
     def gather(self, bucket: Bucket, inputs: Tensor) -> Pending:
-        """Bring a bucket's whole matrices together where they are orthogonalized.
+        """Bring whole matrices together where they are orthogonalized.
 
         Args:
             bucket: Whose transfers to carry out.
-            inputs: What this rank holds of them.
+            inputs: What this rank holds of them, flat.
 
         Returns:
-            The whole matrices, once waited for.
+            The stack of whole matrices (batch, m, n) to be computed here, once waited for.
         """
-        assert bucket.route is Route.LOCAL
-        return Pending(inputs)
+        if bucket.route is Route.LOCAL:
+            return Pending(lambda: inputs.view(-1, *bucket.wide_shape))
+        table = self._table(bucket)
+        received = inputs.new_empty(sum(table.receive_splits))
+        work = self._all_to_all(bucket, received, inputs, table.receive_splits, table.send_splits)
+
+        def assembled() -> Tensor:
+            stack = received.new_empty(table.owned, *bucket.wide_shape)
+            for arrival in table.arrivals:
+                arrival.place(stack, received)
+            return stack
+
+        return Pending(assembled, work, inputs)
 
     def scatter(self, bucket: Bucket, directions: Tensor) -> Pending:
-        """Bring directions back to the ranks that hold the parameters: the inverse of `gather`.
+        """Bring directions back to the ranks that hold the parameters: the same table, inverted.
 
         Args:
             bucket: Whose transfers to carry out.
-            directions: What was computed here.
+            directions: The stack (batch, m, n) that was computed here.
 
         Returns:
-            What this rank's parameters need, once waited for.
+            What this rank's parameters need, flat, once waited for.
         """
-        assert bucket.route is Route.LOCAL
-        return Pending(directions)
+        if bucket.route is Route.LOCAL:
+            return Pending(lambda: directions.reshape(-1))
+        table = self._table(bucket)
+        sent = directions.new_empty(sum(table.receive_splits))
+        for arrival in table.arrivals:
+            arrival.take(directions, sent)
+        received = directions.new_empty(sum(table.send_splits))
+        work = self._all_to_all(bucket, received, sent, table.send_splits, table.receive_splits)
+        return Pending(lambda: received, work, sent)
+
+    def _all_to_all(
+        self,
+        bucket: Bucket,
+        received: Tensor,
+        sent: Tensor,
+        receive_splits: tuple[int, ...],
+        send_splits: tuple[int, ...],
+    ) -> Any:
+        return dist.all_to_all_single(
+            received, sent, list(receive_splits), list(send_splits), group=self._groups[bucket.team], async_op=True
+        )
+
+    def _table(self, bucket: Bucket) -> Transfer:
+        if bucket.number not in self._tables:
+            self._tables[bucket.number] = transfer_of(bucket, rank=self._rank)
+        return self._tables[bucket.number]

@@ -1,6 +1,8 @@
-"""What this process knows about its peers, without asking them."""
+"""Process groups: found or made once, in the same order everywhere; and what this process knows about its peers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,6 +12,42 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def is_main_rank() -> bool:
-    """Tell whether this process is the one that speaks for all."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+def global_rank() -> int:
+    """Give this process's rank in the job; 0 if torch.distributed is not in use."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Groups:
+    """The process groups of an optimizer, by their (ascending) global ranks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def know(self, groups: dict[tuple[int, ...], Any]) -> None:
+        """Remember groups that exist already, such as those of a mesh.
+
+        Args:
+            groups: Ranks → group.
+        """
+        for ranks, group in groups.items():
+            self._groups.setdefault(ranks, group)
+
+    def ensure(self, wanted: set[tuple[int, ...]]) -> None:
+        """Make the groups that are still missing.
+
+        In the order of their ranks: a rank that is in two of them makes them in the same order as every other, so that
+        no two wait for each other. Only members take part.
+
+        Args:
+            wanted: Ranks of each group this process is a member of.
+        """
+        for ranks in sorted(wanted):
+            if ranks in self._groups:
+                continue
+            if len(ranks) == world_size():
+                self._groups[ranks] = dist.group.WORLD
+            else:
+                self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+
+    def __getitem__(self, ranks: tuple[int, ...]) -> Any:
+        return self._groups[ranks]

@@ -7,7 +7,7 @@ is a strided view of the parameter, so momentum and update work on it in place.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshmuon.config import check_bool, check_integer, check_word
 from meshmuon.errors import message
+from meshmuon.layout.shard_layout import Interval, Intervals, flattened
 
 Side = Literal["rows", "cols"]
 
@@ -33,6 +34,7 @@ class Block:
     lead_shape: tuple[int, ...]
     row_shape: tuple[int, ...]
     col_shape: tuple[int, ...]
+    lead_index: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -54,6 +56,8 @@ class Block:
             A view of shape lead + rows + cols.
         """
         view = self.view
+        if self.lead_index:
+            tensor = tensor[self.lead_index]
         lead = tensor.ndim - 2 if view.experts else 0
         if view.transposed:
             tensor = tensor.transpose(lead, lead + 1)
@@ -186,6 +190,47 @@ class MatrixView:
             for cols in _intervals(name, "split_cols", self.split_cols, math.prod(rest))
         )
 
+    def parts(self, name: str, shape: tuple[int, ...]) -> list[tuple[Interval, Interval]]:
+        """Give the rows and columns of each matrix of one leading index, in the parameter's own rows and columns.
+
+        Args:
+            name: The parameter, for messages.
+            shape: Its logical shape.
+
+        Returns:
+            (rows, cols) of each, heads counted one by one.
+        """
+        _, out, rest = self._dims(name, shape)
+        heads_rows, heads_cols = self._heads_on("rows"), self._heads_on("cols")
+        rows = _intervals(name, "split_rows", self.split_rows or _equal(out, heads_rows), out)
+        cols = _intervals(name, "split_cols", self.split_cols or _equal(math.prod(rest), heads_cols), math.prod(rest))
+        return [(r, c) for r in rows for c in cols]
+
+    def lead_dims(self, ndim: int) -> range:
+        """Give the dims of a parameter that count matrices."""
+        return range(ndim - 2 if self.experts else 0)
+
+    def row_dim(self, ndim: int) -> int:
+        """Give the dim of a parameter that makes the rows."""
+        return len(self.lead_dims(ndim)) + int(self.transposed)
+
+    def col_dims(self, ndim: int) -> tuple[int, ...]:
+        """Give the dims of a parameter that make the columns."""
+        return tuple(dim for dim in range(len(self.lead_dims(ndim)), ndim) if dim != self.row_dim(ndim))
+
+    def matrix_intervals(self, region: Sequence[Intervals], shape: tuple[int, ...]) -> tuple[Intervals, Intervals]:
+        """Give the rows and columns that a region of the parameter covers.
+
+        Args:
+            region: For each dim, the intervals held.
+            shape: The parameter's logical shape.
+
+        Returns:
+            Intervals of rows and of (flattened) columns.
+        """
+        cols = self.col_dims(len(shape))
+        return region[self.row_dim(len(shape))], flattened([region[d] for d in cols], [shape[d] for d in cols])
+
     def _heads_on(self, side: Side) -> int:
         return self.heads if self.heads is not None and self.heads_on == side else 1
 
@@ -209,6 +254,10 @@ class MatrixView:
                 found = f"{side} {self.heads_on} do not divide into {self.heads} heads"
                 raise ValueError(message(f"parameter {name!r}", found=found, do="Correct heads= or heads_on="))
         return lead, out, tuple(rest)
+
+
+def _equal(total: int, parts: int) -> tuple[int, ...] | None:
+    return None if parts == 1 else (total // parts,) * parts
 
 
 def _check_sizes(name: str, value: Any) -> tuple[int, ...] | None:

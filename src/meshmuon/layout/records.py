@@ -9,6 +9,7 @@ import torch
 
 from meshmuon.config import Algorithm
 from meshmuon.layout.matrix_view import WHOLE, Block, MatrixView
+from meshmuon.layout.shard_layout import Interval, Intervals, ShardLayout, clip, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,18 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRecord:
-    """One parameter of the optimizer: where it stands in the groups, what it is, and how it was routed."""
+    """One parameter of the optimizer: where it stands in the groups, what it is, where it lies, how it was routed.
+
+    Attributes:
+        routing: Its algorithm, view and reason.
+        group: Index of its group.
+        position: Its place in the group.
+        shape: Its logical (global) shape.
+        dtype: Its dtype.
+        device: Its device.
+        local_shape: The shape of what this rank holds.
+        layout: How it lies on a mesh; None for a plain tensor.
+    """
 
     routing: Routing
     group: int
@@ -31,6 +43,8 @@ class ParameterRecord:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    local_shape: tuple[int, ...]
+    layout: ShardLayout | None = None
 
     @property
     def name(self) -> str:
@@ -39,16 +53,50 @@ class ParameterRecord:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """How many numbers it holds, over all ranks."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank holds of one matrix: a product of row and column intervals, in the order it stores them."""
+
+    rows: Intervals
+    cols: Intervals
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns it stores."""
+        return (length(self.rows), length(self.cols))
+
+    @property
+    def numel(self) -> int:
+        """How many numbers that is."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A matrix that several ranks hold together: where it lies inside the parameter's rows and columns."""
+
+    rows: Interval
+    cols: Interval
+    team: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
-    """One thing to orthogonalize: a block (a stack of equal matrices) of one parameter."""
+    """One thing to orthogonalize: a block of one parameter.
+
+    Attributes:
+        parameter: Whose block it is.
+        block: Where the part of it that this rank holds lies in this rank's tensor.
+        share: None if that part is the whole.
+    """
 
     parameter: ParameterRecord
     block: Block
+    share: Share | None = None
 
     @property
     def name(self) -> str:
@@ -57,17 +105,19 @@ class Matrix:
 
     @property
     def count(self) -> int:
-        """How many matrices the block stacks."""
+        """How many matrices the block stacks; a shared one stands alone."""
         return self.block.count
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of each: what the lr rule sees."""
-        return self.block.shape
+        """(out, in) of the whole matrix: what the lr rule sees."""
+        if self.share is None:
+            return self.block.shape
+        return (self.share.rows[1] - self.share.rows[0], self.share.cols[1] - self.share.cols[0])
 
     @property
     def tall(self) -> bool:
-        """Whether it is handed on transposed, so that every matrix of a bucket is wide."""
+        """Whether it is orthogonalized transposed, so that every matrix of a bucket is wide."""
         return self.shape[0] > self.shape[1]
 
     @property
@@ -75,18 +125,16 @@ class Matrix:
         """(short side, long side)."""
         return (min(self.shape), max(self.shape))
 
+    def piece(self, rank: int) -> Piece:
+        """Give what a member of the team holds of a shared matrix.
 
-def matrices_of(parameter: ParameterRecord) -> tuple[Matrix, ...]:
-    """Cut a Muon parameter into its blocks.
+        Args:
+            rank: Its global rank.
 
-    Args:
-        parameter: The record.
-
-    Returns:
-        One matrix record per block; empty blocks are left out.
-
-    Raises:
-        ValueError: If its view does not fit its shape.
-    """
-    blocks = parameter.routing.view.blocks(parameter.name, parameter.shape)
-    return tuple(Matrix(parameter, block) for block in blocks if block.count * math.prod(block.shape))
+        Returns:
+            Intervals counted from the matrix's own first row and column.
+        """
+        layout, share = self.parameter.layout, self.share
+        assert layout is not None and share is not None
+        rows, cols = self.parameter.routing.view.matrix_intervals(layout.region(rank), self.parameter.shape)
+        return Piece(clip(rows, *share.rows), clip(cols, *share.cols))

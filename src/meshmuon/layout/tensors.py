@@ -1,13 +1,13 @@
-"""What kind of tensor a parameter is: the checks that need to know DTensor and its look-alikes."""
+"""What kind of tensor a parameter is: the checks by name before anything else is asked of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from meshmuon.errors import message
+from meshmuon.layout.mesh import local, placements
 
 _REFUSED_DTYPE = "meshmuon trains dense floating-point parameters only; leave this one out or convert it"
 
@@ -21,7 +21,7 @@ def check_parameter(name: str, tensor: object) -> None:
 
     Raises:
         TypeError: If it is not a tensor, or complex, sparse, quantized or integer.
-        ValueError: If it is a flat shard, a DTensor, not a leaf, or has no shape yet.
+        ValueError: If it is a flat shard, not a leaf, or has no shape yet.
     """
     subject = f"parameter {name!r}"
     if not isinstance(tensor, Tensor):
@@ -33,9 +33,6 @@ def check_parameter(name: str, tensor: object) -> None:
         raise ValueError(
             message(subject, found="a non-leaf tensor, the result of other tensors", do="Pass the parameter itself")
         )
-    if isinstance(tensor, DTensor):
-        found = f"a DTensor with placements {tensor.placements}"
-        raise ValueError(message(subject, found=found, do="This version trains plain tensors on one device"))
     if tensor.is_quantized or not tensor.is_floating_point() or tensor.layout != torch.strided:
         kind = "quantized" if tensor.is_quantized else f"{tensor.dtype}, {tensor.layout}"
         raise TypeError(message(subject, found=kind, do=_REFUSED_DTYPE))
@@ -46,19 +43,29 @@ def check_parameter(name: str, tensor: object) -> None:
         raise ValueError(message(subject, found=found, do=FLAT_SHARD))
 
 
-def check_gradient(name: str, grad: Tensor) -> None:
-    """Refuse, by name, a gradient that cannot be used.
+def usable_gradient(name: str, param: Tensor) -> Tensor:
+    """Give what this rank holds of a parameter's gradient, refusing by name one that cannot be used.
 
     Args:
-        name: The parameter.
-        grad: Its gradient.
+        name: The parameter's name.
+        param: The parameter, with a gradient.
+
+    Returns:
+        The local gradient.
 
     Raises:
         TypeError: If it is sparse.
+        ValueError: If it lies otherwise than its parameter.
     """
+    grad = param.grad
+    assert grad is not None
     if grad.layout != torch.strided:
         do = "Use dense gradients, e.g. nn.Embedding(sparse=False)"
         raise TypeError(message(f"parameter {name!r}", found="a sparse gradient", do=do))
+    if placements(grad) != placements(param):
+        found = f"a gradient placed {placements(grad)}, the parameter {placements(param)}"
+        raise ValueError(message(f"parameter {name!r}", found=found, do="Reduce or redistribute the gradient first"))
+    return local(grad)
 
 
 FLAT_SHARD = (

@@ -1,15 +1,20 @@
-"""Bucket, Plan and build_plan: what is computed together, decided once from records alone."""
+"""Bucket, Plan and build_plan: what is computed together and by whom, decided once from records alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from meshmuon.config import Execution
 from meshmuon.errors import message
-from meshmuon.layout.records import Matrix, ParameterRecord, matrices_of
+from meshmuon.layout.matrices import matrices_of
+from meshmuon.layout.records import Matrix, ParameterRecord
+from meshmuon.plan.assign import assign_owners
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.orthogonalize import Recipe, choose_recipe
@@ -25,7 +30,19 @@ class PolarSettings:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Matrices of one group, shape, dtype and device, which are orthogonalized in one batch."""
+    """Matrices of one group, shape, dtype, device and team, which are orthogonalized in one batch by each owner.
+
+    Attributes:
+        number: Its place in the plan.
+        group: Index of the parameter group.
+        matrices: What it holds; of an owned bucket, the same matrices in the same order on every member of the team.
+        wide_shape: (short side, long side) of each.
+        device: Where it is computed.
+        recipe: How.
+        route: Whether anything travels.
+        team: Global ranks that hold the matrices together, ascending; empty for a local bucket.
+        owners: For each matrix, the rank in the team that computes it.
+    """
 
     number: int
     group: int
@@ -34,32 +51,45 @@ class Bucket:
     device: torch.device
     recipe: Recipe
     route: Route = Route.LOCAL
+    team: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    def computed_by(self, member: int | None) -> int:
+        """Count the matrices a member of the team orthogonalizes; of a local bucket, all of them."""
+        if self.route is Route.LOCAL:
+            return sum(matrix.count for matrix in self.matrices)
+        return sum(owner == member for owner in self.owners)
 
     @property
-    def count(self) -> int:
-        """How many matrices it stacks."""
-        return sum(matrix.count for matrix in self.matrices)
-
-    @property
-    def flops(self) -> float:
-        """Operations of its orthogonalization."""
-        return self.count * self.recipe.flops(*self.wide_shape)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Memory its orthogonalization takes at most."""
-        return self.count * self.recipe.workspace_bytes(*self.wide_shape)
+    def cost(self) -> float:
+        """Operations to orthogonalize one of its matrices."""
+        return self.recipe.flops(*self.wide_shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions of an optimizer: which parameter takes which algorithm, and what is computed together."""
+    """All decisions of an optimizer on one rank.
+
+    Attributes:
+        parameters: Every parameter.
+        waves: What is computed together, in the order it is begun. A wave is finished before the next begins.
+        elementwise: The parameters that take AdamW.
+        execution: The bounds and choices of the run.
+        rank: This process's global rank.
+        ranks: Number of processes in the job.
+    """
 
     parameters: tuple[ParameterRecord, ...]
-    buckets: tuple[Bucket, ...]
+    waves: tuple[tuple[Bucket, ...], ...]
     elementwise: tuple[ParameterRecord, ...]
     execution: Execution
+    rank: int = 0
     ranks: int = 1
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, in order."""
+        return tuple(bucket for wave in self.waves for bucket in wave)
 
     def __str__(self) -> str:
         from meshmuon.plan.describe import describe_plan
@@ -70,21 +100,56 @@ class Plan:
         """Give the table a user can paste into an issue."""
         return str(self)
 
+    def computed_here(self, bucket: Bucket) -> int:
+        """Count the matrices of a bucket that this rank orthogonalizes."""
+        return bucket.computed_by(bucket.team.index(self.rank) if bucket.team else None)
+
+
+def fingerprint(parameters: Iterable[ParameterRecord], settings: Mapping[int, str]) -> list[str]:
+    """Say, a line for each parameter, everything that ranks must agree on.
+
+    Args:
+        parameters: The parameters they share.
+        settings: For each group, its hyper-parameters in words.
+
+    Returns:
+        Lines whose hash is the same on every rank that will do the same.
+    """
+    return [
+        f"{p.name} {p.shape} {p.dtype} {p.routing.algorithm} {p.routing.view.as_dict()} "
+        f"{p.layout.cuts if p.layout else None} {settings[p.group]}"
+        for p in parameters
+    ]
+
+
+def digest(lines: Iterable[str]) -> bytes:
+    """Hash the lines of a fingerprint.
+
+    Args:
+        lines: The lines.
+
+    Returns:
+        32 bytes.
+    """
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
 
 def build_plan(
     parameters: Sequence[ParameterRecord],
     *,
     polar: Mapping[int, PolarSettings],
     execution: Execution,
+    rank: int = 0,
     ranks: int = 1,
 ) -> Plan:
-    """Decide what is computed together.
+    """Decide what is computed together, and by whom.
 
     Args:
         parameters: Every parameter, in the order of the groups.
         polar: For each Muon group, its coefficients and eps.
         execution: The bounds and choices of the run.
-        ranks: Number of processes that hold the same plain tensors.
+        rank: This process's global rank.
+        ranks: Number of processes in the job.
 
     Returns:
         The plan: pure data, the same for the same arguments.
@@ -98,37 +163,80 @@ def build_plan(
         do = "Look at the reasons with allow_no_muon=True and print(opt), or change them with overrides="
         raise ValueError(message("params", found=found, do=do))
     elementwise = tuple(parameter for parameter in parameters if parameter.routing.algorithm == "adamw")
-    alike: dict[tuple[object, ...], list[Matrix]] = {}
-    for parameter in muon:
-        for matrix in matrices_of(parameter):
-            key = (parameter.group, matrix.wide_shape, parameter.dtype, parameter.device)
-            alike.setdefault(key, []).append(matrix)
-    buckets: list[Bucket] = []
-    for matrices in alike.values():
-        buckets.extend(_fill_buckets(matrices, len(buckets), polar=polar, execution=execution))
-    return Plan(tuple(parameters), tuple(buckets), elementwise, execution, ranks)
+    matrices = [matrix for parameter in muon for matrix in matrices_of(parameter, rank=rank)]
+    recipes = {_kind(matrix): _recipe(matrix, polar=polar, execution=execution) for matrix in matrices}
+    local = [
+        bucket
+        for alike in _alike(m for m in matrices if m.share is None)
+        for bucket in _local_buckets(alike, recipes[_kind(alike[0])], execution)
+    ]
+    owned = [_owned_buckets(team, recipes, execution) for team in _teams(matrices)]
+    return Plan(tuple(parameters), _waves(owned, local, execution), elementwise, execution, rank, ranks)
 
 
-def _fill_buckets(
-    matrices: Sequence[Matrix], first_number: int, *, polar: Mapping[int, PolarSettings], execution: Execution
-) -> list[Bucket]:
-    """Cut matrices that are alike into buckets that fit the workspace; a larger single one stands alone."""
-    parameter = matrices[0].parameter
+def _waves(
+    owned: Sequence[Sequence[Bucket]], local: Sequence[Bucket], execution: Execution
+) -> tuple[tuple[Bucket, ...], ...]:
+    """One wave for each team, in the order of the teams' ranks.
+
+    [Note: waves] The members of a team must begin and end its collectives in one order. A rank that interleaved buckets
+    of two teams would do so otherwise than a member of only one of them. Teams in ascending order cannot wait for each
+    other in a circle. Local buckets wait for nothing: they fill the wait for the first gathers.
+    """
+    first, *others = owned or [[]]
+    begun = execution.max_in_flight
+    waves = [[*first[:begun], *local, *first[begun:]], *others]
+    numbers = itertools.count()
+    return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
+
+
+def _kind(matrix: Matrix) -> tuple[object, ...]:
+    """What matrices of one bucket have in common."""
+    parameter = matrix.parameter
+    team = matrix.share.team if matrix.share else ()
+    return (parameter.group, matrix.wide_shape, parameter.dtype, parameter.device, team)
+
+
+def _alike(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    found: dict[tuple[object, ...], list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(_kind(matrix), []).append(matrix)
+    return list(found.values())
+
+
+def _teams(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """Shared matrices by team, in the order of the teams' ranks: the same order on every rank."""
+    found: dict[tuple[int, ...], list[Matrix]] = {}
+    for matrix in matrices:
+        if matrix.share is not None:
+            found.setdefault(matrix.share.team, []).append(matrix)
+    return [found[team] for team in sorted(found)]
+
+
+def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Execution) -> Recipe:
+    parameter = matrix.parameter
     settings = polar[parameter.group]
-    m, n = matrices[0].wide_shape
-    recipe = choose_recipe(
-        m,
-        n,
+    return choose_recipe(
+        *matrix.wide_shape,
         schedule=settings.schedule,
         orthogonalizer=execution.orthogonalizer,
         device=parameter.device,
         dtype=parameter.dtype,
         eps=settings.eps,
     )
+
+
+def _at_once(recipe: Recipe, shape: tuple[int, int], execution: Execution, device: torch.device) -> int:
+    """How many matrices one rank may orthogonalize together within the workspace; a larger single one stands alone."""
+    if execution.layout_invariant and device.type != "cpu":
+        return 1  # GPU libraries choose kernels by batch size: the same bits in every batch means no batch
     budget = execution.workspace_bytes // execution.max_in_flight
-    limit = max(1, budget // recipe.workspace_bytes(m, n))
-    if execution.layout_invariant and parameter.device.type != "cpu":
-        limit = 1  # GPU libraries choose kernels by batch size: the same bits in every batch means no batch
+    return max(1, budget // recipe.workspace_bytes(*shape))
+
+
+def _local_buckets(matrices: Sequence[Matrix], recipe: Recipe, execution: Execution) -> list[Bucket]:
+    first = matrices[0]
+    limit = _at_once(recipe, first.wide_shape, execution, first.parameter.device)
     filled: list[list[Matrix]] = []
     room = 0
     for matrix in matrices:
@@ -137,7 +245,43 @@ def _fill_buckets(
             room = limit
         filled[-1].append(matrix)
         room -= matrix.count
+    parameter = first.parameter
     return [
-        Bucket(first_number + i, parameter.group, tuple(content), (m, n), parameter.device, recipe)
-        for i, content in enumerate(filled)
+        Bucket(0, parameter.group, tuple(content), first.wide_shape, parameter.device, recipe) for content in filled
     ]
+
+
+def _owned_buckets(
+    matrices: Sequence[Matrix], recipes: Mapping[tuple[object, ...], Recipe], execution: Execution
+) -> list[Bucket]:
+    """Give each matrix of a team an owner, then cut alike ones so that every owner gets what fits its workspace."""
+    assert matrices[0].share is not None
+    team = matrices[0].share.team
+    costs = [recipes[_kind(matrix)].flops(*matrix.wide_shape) for matrix in matrices]
+    owner_of = dict(zip(map(id, matrices), assign_owners(costs, len(team)), strict=True))
+    buckets = []
+    for alike in _alike(matrices):
+        recipe = recipes[_kind(alike[0])]
+        limit = _at_once(recipe, alike[0].wide_shape, execution, alike[0].parameter.device)
+        rounds: dict[int, list[Matrix]] = {}
+        taken = [0] * len(team)
+        for matrix in alike:
+            owner = owner_of[id(matrix)]
+            rounds.setdefault(taken[owner] // limit, []).append(matrix)
+            taken[owner] += 1
+        for content in rounds.values():
+            parameter = content[0].parameter
+            buckets.append(
+                Bucket(
+                    number=0,
+                    group=parameter.group,
+                    matrices=tuple(content),
+                    wide_shape=content[0].wide_shape,
+                    device=parameter.device,
+                    recipe=recipe,
+                    route=Route.OWNED,
+                    team=team,
+                    owners=tuple(owner_of[id(matrix)] for matrix in content),
+                )
+            )
+    return buckets

@@ -87,7 +87,7 @@ def _cells(row: _Row, total: int) -> tuple[str, ...]:
         human(row.numel),
         f"{row.numel / total:.1%}" if total else "-",
         "x".join(map(str, first.shape)) or "scalar",
-        f"local {first.device.type}",
+        _layout(first),
         name,
         f"{reason}; {view}" if view and view not in reason else reason,
     )
@@ -109,7 +109,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _summary(plan: Plan, total: int) -> list[str]:
     muon = sum(p.numel for p in plan.parameters if p.routing.algorithm == "muon")
     adamw = total - muon
-    matrices = sum(bucket.count for bucket in plan.buckets)
+    matrices = sum(m.count for bucket in plan.buckets for m in bucket.matrices)
     lines = [
         f"muon: {human(muon)} parameters in {matrices} matrices; adamw: {human(adamw)} parameters",
         "every trainable parameter is routed exactly once; nothing travels",
@@ -117,20 +117,34 @@ def _summary(plan: Plan, total: int) -> list[str]:
     if plan.ranks > 1:
         lines.append(f"plain tensors: repeated on every one of {plan.ranks} ranks; gradients assumed averaged")
     if plan.buckets:
-        flops = sum(bucket.flops for bucket in plan.buckets)
-        widest = max(bucket.workspace_bytes for bucket in plan.buckets)
+        flops = sum(plan.computed_here(bucket) * bucket.cost for bucket in plan.buckets)
+        widest = max(_workspace(plan, bucket) for bucket in plan.buckets)
         lines.append(
             f"orthogonalization: {human(flops, unit='FLOP')} a step in {len(plan.buckets)} batches "
             f"({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
         )
     budget = plan.execution.workspace_bytes
     for bucket in plan.buckets:
-        if bucket.workspace_bytes > budget:
+        if (needs := _workspace(plan, bucket)) > budget:
             lines.append(
-                f"{bucket.matrices[0].name}: needs {human(bucket.workspace_bytes, unit='B')} of workspace alone, "
+                f"{bucket.matrices[0].name}: needs {human(needs, unit='B')} of workspace alone, "
                 f"more than workspace_bytes={budget}"
             )
     return lines
+
+
+def describe_group(group: Mapping[str, Any]) -> str:
+    """Put the hyper-parameters of one group on one line.
+
+    Args:
+        group: The group.
+
+    Returns:
+        Its algorithm, size and values.
+    """
+    shown = {key: value for key, value in group.items() if key not in _NOT_SHOWN and value not in (None, {})}
+    values = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
+    return f"{group['algorithm']}, {len(group['params'])} tensors, {values}"
 
 
 def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:
@@ -142,11 +156,7 @@ def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:
     Returns:
         The lines, and one more where the defaults differ from torch.optim.Muon's.
     """
-    lines = []
-    for index, group in enumerate(param_groups):
-        shown = {key: value for key, value in group.items() if key not in _NOT_SHOWN and value not in (None, {})}
-        values = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
-        lines.append(f"Parameter Group {index}: {group['algorithm']}, {len(group['params'])} tensors, {values}")
+    lines = [f"Parameter Group {index}: {describe_group(group)}" for index, group in enumerate(param_groups)]
     muon = [group for group in param_groups if group["algorithm"] == "muon"]
     if any(g["ns_coefficients"] == "polar_express" and g["adjust_lr_fn"] == "match_rms_adamw" for g in muon):
         lines.append(
@@ -158,6 +168,19 @@ def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:
 
 def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _layout(parameter: ParameterRecord) -> str:
+    layout = parameter.layout
+    if layout is None:
+        return f"local {parameter.device.type}"
+    cuts = [f"dim {dim}/{cut.parts}" for dim, several in enumerate(layout.cuts) for cut in several if cut.parts > 1]
+    mesh = "x".join(map(str, layout.mesh_shape))
+    return f"{' '.join(cuts) or 'replicated'} on mesh {mesh}"
+
+
+def _workspace(plan: Plan, bucket: Bucket) -> int:
+    return plan.computed_here(bucket) * bucket.recipe.workspace_bytes(*bucket.wide_shape)
 
 
 def _recipes(buckets: Sequence[Bucket]) -> str:

@@ -9,6 +9,8 @@ class Route(Enum):
     """Where the polar factor of a matrix is computed.
 
     LOCAL: the whole matrix is on this device already, and nothing travels.
+    OWNED: its pieces travel to one member of the team, the owner, and pieces of the result travel back.
     """
 
     LOCAL = "local"
+    OWNED = "owner"

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
 from meshmuon._compat import has_fused_adamw
+
+_NO_TAIL = 64  # numbers: a multiple of what any vector register holds, and of a cache line, in every dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
     if not tensors:
         return
     fused = has_fused_adamw(tensors[0].param.device)
-    dense = [_Dense(item.param) for item in tensors]
+    work = [_Work(item, copy_grad=rule.grad_scale is not None) for item in tensors]
     device = tensors[0].param.device
     scale = None if rule.grad_scale is None else rule.grad_scale.to(device, torch.float32)
     found_inf = None if scale is None else torch.zeros((), device=device)
@@ -68,10 +71,10 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
             f"torch has no fused AdamW on {device}, so no GradScaler and no deciding on the device there"
         )
     adamw(
-        [item.work for item in dense],
-        [_readable(t.grad, t.param, copy=scale is not None) for t in tensors],
-        [item.exp_avg for item in tensors],
-        [item.exp_avg_sq for item in tensors],
+        [item.param for item in work],
+        [item.grad for item in work],
+        [item.exp_avg for item in work],
+        [item.exp_avg_sq for item in work],
         [],
         [item.step for item in tensors],
         foreach=not fused,
@@ -86,22 +89,34 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
         eps=rule.eps,
         maximize=False,
     )
-    for item in dense:
+    for item in work:
         item.write_back()
 
 
-def _readable(grad: Tensor, param: Tensor, *, copy: bool) -> Tensor:
-    """The gradient as the kernels want it; a copy if they are to unscale, since they write the result back."""
-    return grad.to(param.dtype, copy=copy).contiguous()
+class _Work:
+    """The tensors as the kernels want them: contiguous, and on a CPU free of tails, by copies where they are not.
 
+    A CPU kernel computes what does not fill a vector register with other instructions, which round differently; where
+    the tail falls depends on the shard. Zeros up to a multiple of any register's length leave no tail.
+    """
 
-class _Dense:
-    """A parameter as the kernels want it: contiguous, by a copy where it is not."""
+    def __init__(self, tensors: AdamWTensors, *, copy_grad: bool) -> None:
+        self._tensors = tensors
+        param = tensors.param
+        self._padding = -param.numel() % _NO_TAIL if param.device.type == "cpu" else 0
+        self.param, self.exp_avg, self.exp_avg_sq = map(self._fitting, (param, tensors.exp_avg, tensors.exp_avg_sq))
+        # Kernels that unscale write the result back: never into the user's gradient.
+        self.grad = self._fitting(tensors.grad.to(param.dtype, copy=copy_grad))
 
-    def __init__(self, param: Tensor) -> None:
-        self.param = param
-        self.work = param if param.is_contiguous() else param.contiguous()
+    def _fitting(self, tensor: Tensor) -> Tensor:
+        return pad(tensor.reshape(-1), (0, self._padding)) if self._padding else tensor.contiguous()
 
     def write_back(self) -> None:
-        if self.work is not self.param:
-            self.param.copy_(self.work)
+        pairs = (
+            (self._tensors.param, self.param),
+            (self._tensors.exp_avg, self.exp_avg),
+            (self._tensors.exp_avg_sq, self.exp_avg_sq),
+        )
+        for tensor, work in pairs:
+            if work is not tensor:
+                tensor.copy_(work.reshape(-1)[: tensor.numel()].view(tensor.shape))

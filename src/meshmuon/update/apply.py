@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class ApplyRule:
     proceed: Tensor | None = None
 
 
-def apply_update_(matrices: Sequence[MatrixTensors], directions: Tensor, rule: ApplyRule) -> None:
+def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: ApplyRule) -> None:
     """Write the update into the parameters: p·(1 - lr·wd) - lr·extra·scale·direction, in fp32, rounded once.
 
     Each operation is rounded by itself: a fused multiply-add would give some elements other bits than the same
@@ -43,10 +43,12 @@ def apply_update_(matrices: Sequence[MatrixTensors], directions: Tensor, rule: A
 
     Args:
         matrices: The tensors; each `param` is written.
-        directions: (batch, m, n) of the bucket; used up.
+        directions: The bucket's flat buffer of directions; used up.
         rule: The numbers of this step.
     """
     for item in matrices:
+        if not item.active:
+            continue
         lr = rule.lr if rule.proceed is None else rule.lr * rule.proceed
         size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.shape, rule.adjust_lr_fn))
         dtype = math_dtype(item.param)

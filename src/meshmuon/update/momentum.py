@@ -21,7 +21,6 @@ class MomentumRule:
         l2: Weight decay added to the gradient; 0 unless the mode is "l2".
         unscale: What gradients are multiplied with when read (GradScaler), or None.
         proceed: A device flag; where it is False nothing changes. None means go.
-        input_dtype: The dtype of what will be orthogonalized: fp32, or bf16 for an iteration in 16 bits.
     """
 
     momentum: float
@@ -29,27 +28,23 @@ class MomentumRule:
     l2: float = 0.0
     unscale: Tensor | None = None
     proceed: Tensor | None = None
-    input_dtype: torch.dtype = torch.float32
 
 
-def update_momentum_(matrices: Sequence[MatrixTensors], rule: MomentumRule) -> Tensor:
-    """Advance the momentum of each matrix, and stack what will be orthogonalized.
+def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule) -> None:
+    """Advance the momentum of each matrix, and write what will be orthogonalized.
 
     buf = lerp(buf, g, 1 - momentum); input = lerp(g, buf, momentum) if nesterov else buf: the form of torch.optim.Muon.
     All in fp32, rounded once to the buffer's dtype. Gradients are only read.
 
     Args:
         matrices: The tensors; each `buffer` is written.
+        inputs: The bucket's flat buffer; written.
         rule: The numbers of this step.
-
-    Returns:
-        (batch, m, n): the matrices of the bucket, wide, in `rule.input_dtype`.
     """
-    count = sum(item.matrix.count for item in matrices)
-    first = matrices[0]
-    inputs = torch.empty(count, *first.matrix.wide_shape, dtype=rule.input_dtype, device=first.param.device)
     for item in matrices:
-        assert item.grad is not None
+        if item.grad is None:
+            item.slot(inputs).zero_()  # what travels depends on the plan only, never on which gradients there are
+            continue
         grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
         if rule.l2:
             grad = grad + item.param.to(grad.dtype) * rule.l2
@@ -66,7 +61,6 @@ def update_momentum_(matrices: Sequence[MatrixTensors], rule: MomentumRule) -> T
             # From the stored (rounded) buffer, so that a resumed run continues with the same bits.
             average = torch.lerp(grad, item.buffer.to(grad.dtype), rule.momentum)
         item.slot(inputs).copy_(average)
-    return inputs
 
 
 def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:

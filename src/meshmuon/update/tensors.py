@@ -12,25 +12,40 @@ from meshmuon.layout.records import Matrix
 
 @dataclass(frozen=True, slots=True)
 class MatrixTensors:
-    """One block's parameter, gradient (until it has been read) and momentum, as views in its dims; and its place."""
+    """What this rank holds of one matrix, as plain views in the block's dims, and its place in the bucket's buffer.
+
+    Attributes:
+        matrix: Which one.
+        param: Its parameter; written.
+        grad: Its gradient until it has been read; None also if the step has none for it.
+        buffer: Its momentum; written.
+        offset: Where it stands in the flat buffer.
+        active: Whether it takes part in this step.
+    """
 
     matrix: Matrix
     param: Tensor
     grad: Tensor | None
     buffer: Tensor
     offset: int
+    active: bool
 
-    def slot(self, stack: Tensor) -> Tensor:
-        """See this block's part of a bucket's stack of wide matrices in the block's own dims.
+    def slot(self, flat: Tensor) -> Tensor:
+        """See this matrix's part of a bucket's flat buffer in the block's own dims.
+
+        Whole matrices stand there wide, ready to be orthogonalized; pieces of shared ones as they are stored.
 
         Args:
-            stack: (batch, m, n) of the bucket.
+            flat: The buffer of the bucket.
 
         Returns:
             A view that lines up with `param`, `grad` and `buffer`.
         """
-        part = stack[self.offset : self.offset + self.matrix.count]
-        return self.matrix.block.unfold(part.mT if self.matrix.tall else part)
+        matrix = self.matrix
+        turned = matrix.share is None and matrix.tall
+        rows, cols = matrix.wide_shape if matrix.share is None else matrix.block.shape
+        part = flat[self.offset : self.offset + matrix.count * rows * cols].view(matrix.count, rows, cols)
+        return matrix.block.unfold(part.mT if turned else part)
 
 
 def math_dtype(tensor: Tensor) -> torch.dtype:

@@ -1,0 +1,123 @@
+"""The ranks that must agree before anything is changed: all of each mesh that parameters lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmuon.errors import PlanMismatchError, message, some
+from meshmuon.exchange.groups import Groups
+from meshmuon.plan.bucket import Plan, digest, fingerprint
+
+Ranks = tuple[int, ...]
+
+
+class Peers:
+    """Speaks for this rank with the ranks it shares parameters with.
+
+    An *assembly* is the set of ranks of a mesh. Ranks of one mesh hold the same parameters in the same order: that is
+    proven once, by comparing fingerprints; from then on, what they send each other depends on the plan alone.
+    """
+
+    def __init__(self, plan: Plan, groups: Groups, *, settings: Mapping[int, str]) -> None:
+        self._plan = plan
+        self._groups = groups
+        self._settings = settings
+        self._met = False
+        self._assemblies: dict[Ranks, list[int]] = {}
+        for index, parameter in enumerate(plan.parameters):
+            if parameter.layout is not None and len(parameter.layout.ranks) > 1 and plan.rank in parameter.layout.ranks:
+                self._assemblies.setdefault(tuple(sorted(parameter.layout.ranks)), []).append(index)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return not self._assemblies
+
+    def meet(self) -> None:
+        """Make the process groups and prove that all peers have the same plan. Once; later calls do nothing.
+
+        Raises:
+            PlanMismatchError: Names the first parameter that differs and the ranks. Nothing was changed anywhere.
+        """
+        if self._met or self.alone:
+            return
+        teams = {bucket.team for bucket in self._plan.buckets if bucket.team}
+        self._groups.ensure(teams | set(self._assemblies))
+        for ranks, indices in sorted(self._assemblies.items()):
+            self._compare(ranks, fingerprint((self._plan.parameters[i] for i in indices), self._settings))
+        self._met = True
+
+    def _compare(self, ranks: Ranks, lines: list[str]) -> None:
+        group = self._groups[ranks]
+        device = self._plan.parameters[self._assemblies[ranks][0]].device
+        mine = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8).to(device)
+        every = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(every, mine, group=group)
+        hashes = [bytes(each.tolist()) for each in every]
+        if len(set(hashes)) == 1:
+            return
+        texts: list[list[str]] = [[] for _ in ranks]
+        dist.all_gather_object(texts, lines, group=group)
+        raise PlanMismatchError(_difference(ranks, texts))
+
+    def combine(self, status: Tensor) -> Tensor:
+        """Take the element-wise maximum over all peers.
+
+        Args:
+            status: (rows, parameters), int32, of this rank.
+
+        Returns:
+            The same for all of them. A last column carries, row by row, what concerns parameters of other meshes.
+        """
+        combined = torch.cat([status, status.amax(dim=1, keepdim=True) if status.shape[1] else status], dim=1)
+        # With several meshes, what one assembly learns must reach those it overlaps with: as many rounds as there are.
+        for _ in self._assemblies:
+            for ranks, indices in sorted(self._assemblies.items()):
+                chosen = [*indices, combined.shape[1] - 1]
+                part = torch.stack([combined[:, i] for i in chosen], dim=1)
+                dist.all_reduce(part, op=dist.ReduceOp.MAX, group=self._groups[ranks])
+                columns = list(combined.unbind(1))
+                for i, column in zip(chosen, part.unbind(1), strict=True):
+                    columns[i] = column
+                combined = torch.stack(columns, dim=1)
+        return combined
+
+    def ranks_without(self, missing: Sequence[str]) -> dict[str, list[int]]:
+        """Ask who has no gradient for which parameter. Every peer must ask.
+
+        Args:
+            missing: The parameters without a gradient here.
+
+        Returns:
+            Name → global ranks.
+        """
+        found: dict[str, list[int]] = {}
+        for ranks in sorted(self._assemblies):
+            answers: list[list[str]] = [[] for _ in ranks]
+            dist.all_gather_object(answers, list(missing), group=self._groups[ranks])
+            for rank, names in zip(ranks, answers, strict=True):
+                for name in names:
+                    if rank not in found.setdefault(name, []):
+                        found[name].append(rank)
+        return found
+
+
+def _difference(ranks: Ranks, texts: Sequence[Sequence[str]]) -> str:
+    """Name the first line in which ranks differ from the lowest of them, and which ranks do."""
+    longest = max(map(len, texts))
+    for number in range(longest):
+        lines = [text[number] if number < len(text) else "(no such parameter)" for text in texts]
+        odd = [(rank, line) for rank, line in zip(ranks, lines, strict=True) if line != lines[0]]
+        if odd:
+            subject = next(line for line in (lines[0], odd[0][1]) if not line.startswith("(")).split(" ", 1)[0]
+            found = (
+                f"parameter number {number} is not the same on all ranks; rank {ranks[0]} has [{lines[0]}], "
+                f"rank {odd[0][0]} has [{odd[0][1]}] (ranks that differ: {some(str(rank) for rank, _ in odd)})"
+            )
+            do = "Build the model and the optimizer alike on every rank"
+            return message(f"parameter {subject!r}", found=found, do=do)
+    raise AssertionError("texts with different hashes differ somewhere")

@@ -1,0 +1,98 @@
+"""From a parameter to the matrices it is made of, wherever its pieces lie."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshmuon.layout.matrix_view import Block, MatrixView
+from meshmuon.layout.records import Matrix, ParameterRecord, Share
+from meshmuon.layout.shard_layout import Interval, ShardLayout, clip, length, position
+
+
+def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
+    """Cut a Muon parameter into its matrices.
+
+    Where whole matrices lie on this rank, equal ones are stacked in one record. Where ranks share them, there is one
+    record for each, on every rank of the team, in the same order.
+
+    Args:
+        parameter: The record.
+        rank: This process's global rank.
+
+    Returns:
+        The matrices, without empty ones.
+
+    Raises:
+        ValueError: If the view does not fit the parameter.
+    """
+    view = parameter.routing.view
+    view.blocks(parameter.name, parameter.shape)  # the view must fit the logical shape, whatever lies here
+    team = team_of(parameter, rank=rank)
+    if len(team) == 1:
+        blocks = view.blocks(parameter.name, parameter.local_shape)
+        return tuple(Matrix(parameter, block) for block in blocks if block.count * math.prod(block.shape))
+    assert parameter.layout is not None
+    return tuple(_shared_matrices(parameter, parameter.layout, team, rank=rank))
+
+
+def team_of(parameter: ParameterRecord, *, rank: int) -> tuple[int, ...]:
+    """Give the ranks that hold the rows and columns of this rank's matrices together.
+
+    Axes that cut leading dims (experts) only decide which matrices a rank has a part in.
+
+    Args:
+        parameter: The record.
+        rank: A global rank.
+
+    Returns:
+        Global ranks, ascending; the rank alone if it holds whole matrices.
+    """
+    layout = parameter.layout
+    if layout is None or rank not in layout.ranks:
+        return (rank,)
+    lead = parameter.routing.view.lead_dims(len(parameter.shape))
+    axes = layout.axes_of(dim for dim in range(len(parameter.shape)) if dim not in lead)
+    return layout.neighbours(rank, axes)
+
+
+def _shared_matrices(
+    parameter: ParameterRecord, layout: ShardLayout, team: tuple[int, ...], *, rank: int
+) -> Iterator[Matrix]:
+    view = parameter.routing.view
+    region = layout.region(rank)
+    held_rows, held_cols = view.matrix_intervals(region, parameter.shape)
+    plain = replace(view, split_rows=None, split_cols=None, heads=None)
+    leads = [range(length(region[dim])) for dim in view.lead_dims(len(parameter.shape))]
+    for rows, cols in view.parts(parameter.name, parameter.shape):
+        if rows[0] == rows[1] or cols[0] == cols[1]:
+            continue
+        share = Share(rows, cols, team)
+        local_rows, local_cols = _stored(held_rows, rows), _stored(held_cols, cols)
+        for index in itertools.product(*leads):
+            block = _local_block(plain, parameter, local_rows, local_cols, index)
+            yield Matrix(parameter, block, share)
+
+
+def _stored(held: tuple[Interval, ...], wanted: Interval) -> Interval:
+    """Where a rank stores the part of an interval that it holds: contiguous, since storage is ascending."""
+    start = position(held, wanted[0])
+    return (start, start + length(clip(held, *wanted)))
+
+
+def _local_block(
+    view: MatrixView, parameter: ParameterRecord, rows: Interval, cols: Interval, index: tuple[int, ...]
+) -> Block:
+    rest = view.col_dims(len(parameter.shape))
+    col_shape = tuple(parameter.local_shape[dim] for dim in rest) if view.flatten else (cols[1] - cols[0],)
+    return Block(
+        view=view,
+        rows=rows,
+        cols=cols,
+        lead_shape=(),
+        row_shape=(rows[1] - rows[0],),
+        col_shape=col_shape,
+        lead_index=index,
+    )

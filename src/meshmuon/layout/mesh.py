@@ -1,0 +1,103 @@
+"""From DTensors to layouts: the only code that reads placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshmuon.errors import message
+from meshmuon.layout.shard_layout import Cut, ShardLayout
+
+
+def layout_of(name: str, tensor: Tensor) -> ShardLayout | None:
+    """Describe where a tensor lies.
+
+    Args:
+        name: The parameter, for messages.
+        tensor: The parameter.
+
+    Returns:
+        Its layout, or None for a plain tensor.
+
+    Raises:
+        ValueError: If a placement is not one of Shard, _StridedShard and Replicate.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    cuts: list[list[Cut]] = [[] for _ in range(tensor.ndim)]
+    for axis, placement in enumerate(tensor.placements):
+        cut = _cut(name, axis, mesh.size(axis), placement)
+        if cut is not None:
+            cuts[placement.dim % tensor.ndim].append(cut)  # type: ignore[attr-defined]
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    mesh_shape = tuple(mesh.size(axis) for axis in range(mesh.ndim))
+    return ShardLayout(tuple(tensor.shape), mesh_shape, ranks, tuple(map(tuple, cuts)))
+
+
+def _cut(name: str, axis: int, parts: int, placement: Any) -> Cut | None:
+    if isinstance(placement, Replicate):
+        return None
+    # _StridedShard is not a Shard in every version of torch, and says is_shard() == False: ask for it first.
+    if isinstance(placement, _StridedShard):
+        return Cut(axis, parts, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return Cut(axis, parts)
+    do = "Reduce it first: an optimizer needs whole values, in Shard or Replicate placements"
+    raise ValueError(message(f"parameter {name!r}", found=f"the placement {placement}", do=do))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Give what this rank holds of a tensor, as a plain tensor that shares its memory.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+
+    Returns:
+        The local tensor.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def placements(tensor: Tensor) -> tuple[Any, ...] | str:
+    """Say how a tensor lies on its mesh.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+
+    Returns:
+        Its placements, or "whole".
+    """
+    return tuple(tensor.placements) if isinstance(tensor, DTensor) else "whole"
+
+
+def mesh_groups(tensor: Tensor) -> dict[tuple[int, ...], Any]:
+    """Give the process groups a tensor's mesh already has, by their ranks: no new one is needed for these.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+
+    Returns:
+        Global ranks, ascending → the group.
+    """
+    if not isinstance(tensor, DTensor):
+        return {}
+    groups = (tensor.device_mesh.get_group(axis) for axis in range(tensor.device_mesh.ndim))
+    return {tuple(sorted(ranks_of(group))): group for group in groups}
+
+
+def ranks_of(group: Any) -> list[int]:
+    """Give the global ranks of a process group.
+
+    Args:
+        group: The group.
+
+    Returns:
+        Global ranks in the order of the group.
+    """
+    from torch.distributed import get_process_group_ranks
+
+    return list(get_process_group_ranks(group))

@@ -1,0 +1,20 @@
+"""One pool of ranks per world size, for the whole run."""
+
+import pytest
+
+from meshmuon.testing.ranks import RankPool
+
+_POOLS = {}
+
+
+@pytest.fixture(scope="session")
+def pool():
+    def get(size):
+        if size not in _POOLS:
+            _POOLS[size] = RankPool(size)
+        return _POOLS[size]
+
+    yield get
+    for each in _POOLS.values():
+        each.close()
+    _POOLS.clear()
