@@ -6,7 +6,14 @@ model → routing → layout → plan                       grad → update.mome
 """
 
 from meshmuon.config import Orthogonalizer
-from meshmuon.errors import CheckpointError, NonFiniteGradientError, NonFiniteGradientWarning
+from meshmuon.errors import (
+    BrokenOptimizerError,
+    CheckpointError,
+    GradientMismatchError,
+    NonFiniteGradientError,
+    NonFiniteGradientWarning,
+    PlanMismatchError,
+)
 from meshmuon.layout.matrix_view import MatrixView as View
 from meshmuon.muon import Muon
 from meshmuon.polar.coefficients import polar_express
@@ -17,11 +24,14 @@ from meshmuon.update.scale import convert_lr, scale_factor
 __version__ = "0.1.0"
 
 __all__ = [
+    "BrokenOptimizerError",
     "CheckpointError",
+    "GradientMismatchError",
     "Muon",
     "NonFiniteGradientError",
     "NonFiniteGradientWarning",
     "Orthogonalizer",
+    "PlanMismatchError",
     "View",
     "convert_lr",
     "orthogonalize",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.optim import Optimizer
 
 from meshmuon.checkpoint import complete_state_, load_checked
 from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode, check_words
-from meshmuon.exchange.agreement import Agreement, Watched
+from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
 from meshmuon.exchange.peers import Peers
@@ -25,21 +23,18 @@ from meshmuon.groups import (
     group_records,
     refuse_keywords,
 )
-from meshmuon.layout.mesh import local, mesh_groups
-from meshmuon.layout.records import ParameterRecord
-from meshmuon.layout.tensors import usable_gradient
+from meshmuon.layout.mesh import mesh_groups
 from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
 from meshmuon.plan.describe import describe_group, describe_groups
-from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime import pipeline
+from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.runtime.snapshot import Snapshot
-from meshmuon.update.adamw import AdamWRule, AdamWTensors, update_adamw_
+from meshmuon.update.adamw import AdamWRule, update_adamw_
 from meshmuon.update.apply import ApplyRule, apply_update_
-from meshmuon.update.momentum import MomentumRule, largest_gradient, update_momentum_
-from meshmuon.update.tensors import MatrixTensors
+from meshmuon.update.momentum import MomentumRule, update_momentum_
 
 logger = logging.getLogger("meshmuon")
 
@@ -175,23 +170,27 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
-        self._peers.meet()
-        verdict = self._agreement.check(
-            self._watched(plan), found_inf=getattr(self, "found_inf", None), unscale=self._unscale()
-        )
-        if verdict.go:
-            for wave in plan.waves:
-                journeys = (self._update(bucket, verdict.flag) for bucket in wave)
-                pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
-            self._update_elementwise(plan, verdict.flag)
+        with self._peers.together():
+            self._peers.meet()
+            verdict = self._agreement.check(
+                self._tensors.watched(plan), found_inf=getattr(self, "found_inf", None), unscale=self._unscale()
+            )
+            if verdict.go:
+                self._take_step(plan, verdict.flag)
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
         return loss
 
+    def _take_step(self, plan: Plan, proceed: Tensor | None) -> None:
+        for wave in plan.waves:
+            journeys = (self._update(bucket, proceed) for bucket in wave)
+            pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
+        self._update_elementwise(plan, proceed)
+
     def _update(self, bucket: Bucket, proceed: Tensor | None) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
-        bucket = self._without_absent(bucket)
-        matrices = self._matrix_tensors(bucket)
+        bucket = self._tensors.present(bucket)
+        matrices = self._tensors.matrices(bucket, offsets=self._exchange.offsets(bucket))
         if not matrices:
             return
         group = self.param_groups[bucket.group]
@@ -209,7 +208,7 @@ class Muon(Optimizer):
             ),
         )
         if self._execution.release_grads:
-            matrices = self._release_grads(matrices)
+            matrices = self._tensors.release_gradients(matrices)
         gathered = self._exchange.gather(bucket, inputs)  # a local bucket is already there
         if gathered.in_flight:
             yield
@@ -230,35 +229,9 @@ class Muon(Optimizer):
             ),
         )
 
-    def _without_absent(self, bucket: Bucket) -> Bucket:
-        """Leave out matrices without a gradient where nobody else counts on them."""
-        if bucket.route is not Route.LOCAL:
-            return bucket
-        present = tuple(m for m in bucket.matrices if self._tensor(m.parameter).grad is not None)
-        return bucket if len(present) == len(bucket.matrices) else replace(bucket, matrices=present)
-
-    def _matrix_tensors(self, bucket: Bucket) -> list[MatrixTensors]:
-        """What this rank holds of the bucket's matrices, as plain tensors."""
-        items = []
-        for matrix, offset in zip(bucket.matrices, self._exchange.offsets(bucket), strict=True):
-            param = self._tensor(matrix.parameter)
-            select = matrix.block.select
-            grad = None if param.grad is None else select(local(param.grad))
-            buffer = select(local(self.state[param]["momentum_buffer"]))
-            items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, offset, grad is not None))
-        return items
-
     def _update_elementwise(self, plan: Plan, proceed: Tensor | None) -> None:
         """AdamW for everything that is not a hidden matrix."""
-        alike: dict[tuple[int, bool], list[AdamWTensors]] = {}
-        for record in plan.elementwise:
-            param = self._tensor(record)
-            if param.grad is not None:
-                decays = len(record.shape) >= 2 or self.param_groups[record.group]["decay_vectors"]
-                state = {key: local(value) for key, value in self.state[param].items()}
-                item = AdamWTensors(param=local(param), grad=local(param.grad), **state)
-                alike.setdefault((record.group, decays), []).append(item)
-        for (index, decays), tensors in alike.items():
+        for (index, decays), tensors in self._tensors.elementwise(plan).items():
             group = self.param_groups[index]
             ratio = group["adamw_lr_ratio"]
             rule = AdamWRule(
@@ -271,30 +244,14 @@ class Muon(Optimizer):
             )
             update_adamw_(tensors, rule)
 
-    def _watched(self, plan: Plan) -> list[Watched]:
-        watched = []
-        for record in plan.parameters:
-            param = self._tensor(record)
-            largest = largest_gradient(param, self.state[param].get("momentum_buffer"))
-            grad = None if param.grad is None else usable_gradient(record.name, param)
-            watched.append(Watched(record.name, grad, largest, shared=record.layout is not None))
-        return watched
-
     def _unscale(self) -> Tensor | None:
         """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
         scale = getattr(self, "grad_scale", None)
         return None if scale is None else scale.double().reciprocal()
 
-    def _release_grads(self, matrices: Sequence[MatrixTensors]) -> list[MatrixTensors]:
-        """Let go of gradients that have been read whole; those cut into blocks go at the end of the step."""
-        for item in matrices:
-            if item.param.numel() == math.prod(item.matrix.parameter.local_shape):
-                self._tensor(item.matrix.parameter).grad = None
-        return [replace(item, grad=None) for item in matrices]
-
-    def _tensor(self, record: ParameterRecord) -> Tensor:
-        tensor: Tensor = self.param_groups[record.group]["params"][record.position]
-        return tensor
+    @property
+    def _tensors(self) -> LocalTensors:
+        return LocalTensors(self.param_groups, self.state)
 
     @property
     def plan(self) -> Plan:
@@ -364,6 +321,7 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Give the state in torch's form: `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW."""
         self._current_plan()
+        self._peers.refuse_if_broken()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmuon.errors import PlanMismatchError, message, some
+from meshmuon.errors import (
+    BrokenOptimizerError,
+    GradientMismatchError,
+    NonFiniteGradientError,
+    PlanMismatchError,
+    message,
+    some,
+)
 from meshmuon.exchange.groups import Groups
 from meshmuon.plan.bucket import Plan, digest, fingerprint
 
@@ -27,6 +35,7 @@ class Peers:
         self._groups = groups
         self._settings = settings
         self._met = False
+        self._broken: str | None = None
         self._assemblies: dict[Ranks, list[int]] = {}
         for index, parameter in enumerate(plan.parameters):
             if parameter.layout is not None and len(parameter.layout.ranks) > 1 and plan.rank in parameter.layout.ranks:
@@ -36,6 +45,37 @@ class Peers:
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return not self._assemblies
+
+    def refuse_if_broken(self) -> None:
+        """Refuse to go on after a collective failed in the middle of a step.
+
+        Raises:
+            BrokenOptimizerError: If one did.
+        """
+        if self._broken is not None:
+            found = f"an earlier step lost a rank ({self._broken})"
+            do = "Parameters may be half updated: reload a checkpoint on all ranks"
+            raise BrokenOptimizerError(message("optimizer", found=found, do=do))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do something that only makes sense if every peer does it too.
+
+        Raises:
+            BrokenOptimizerError: If it failed, for a reason the peers have not agreed on, now or before.
+        """
+        self.refuse_if_broken()
+        try:
+            yield
+        except (PlanMismatchError, GradientMismatchError, NonFiniteGradientError):
+            raise  # every peer raises the same, and nothing was changed
+        except Exception as error:
+            if self.alone:
+                raise
+            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            found = f"a step failed on rank {self._plan.rank} ({self._broken})"
+            do = "A peer is gone or failed. Parameters may be half updated: reload a checkpoint on all ranks"
+            raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
 
     def meet(self) -> None:
         """Make the process groups and prove that all peers have the same plan. Once; later calls do nothing.

@@ -1,0 +1,120 @@
+"""From the records of a plan to plain tensors: what this rank holds of parameters, gradients and state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from meshmuon.exchange.agreement import Watched
+from meshmuon.layout.mesh import local
+from meshmuon.layout.records import ParameterRecord
+from meshmuon.layout.tensors import usable_gradient
+from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.route import Route
+from meshmuon.update.adamw import AdamWTensors
+from meshmuon.update.momentum import largest_gradient
+from meshmuon.update.tensors import MatrixTensors
+
+
+class LocalTensors:
+    """Looks up the tensors behind records. From here on there is no DTensor any more.
+
+    Args:
+        param_groups: The optimizer's groups.
+        state: Its state, by parameter.
+    """
+
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        self._param_groups = param_groups
+        self._state = state
+
+    def _parameter(self, record: ParameterRecord) -> Tensor:
+        tensor: Tensor = self._param_groups[record.group]["params"][record.position]
+        return tensor
+
+    def present(self, bucket: Bucket) -> Bucket:
+        """Leave out the matrices without a gradient, where no other rank counts on them.
+
+        Args:
+            bucket: The bucket.
+
+        Returns:
+            The bucket itself, or a smaller one.
+        """
+        if bucket.route is not Route.LOCAL:
+            return bucket
+        kept = tuple(m for m in bucket.matrices if self._parameter(m.parameter).grad is not None)
+        return bucket if len(kept) == len(bucket.matrices) else dataclasses.replace(bucket, matrices=kept)
+
+    def matrices(self, bucket: Bucket, *, offsets: Sequence[int]) -> list[MatrixTensors]:
+        """Give what this rank holds of a bucket's matrices.
+
+        Args:
+            bucket: The bucket.
+            offsets: Where each stands in the bucket's flat buffer.
+
+        Returns:
+            One record per matrix.
+        """
+        items = []
+        for matrix, offset in zip(bucket.matrices, offsets, strict=True):
+            param = self._parameter(matrix.parameter)
+            select = matrix.block.select
+            grad = None if param.grad is None else select(local(param.grad))
+            buffer = select(local(self._state[param]["momentum_buffer"]))
+            items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, offset, grad is not None))
+        return items
+
+    def release_gradients(self, matrices: Sequence[MatrixTensors]) -> list[MatrixTensors]:
+        """Let go of gradients that have been read whole; those cut into blocks go at the end of the step.
+
+        Args:
+            matrices: Whose gradients have been read.
+
+        Returns:
+            The same records without gradients.
+        """
+        for item in matrices:
+            if item.param.numel() == math.prod(item.matrix.parameter.local_shape):
+                self._parameter(item.matrix.parameter).grad = None
+        return [dataclasses.replace(item, grad=None) for item in matrices]
+
+    def elementwise(self, plan: Plan) -> dict[tuple[int, bool], list[AdamWTensors]]:
+        """Give what this rank holds of the parameters that take AdamW.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            (group, whether they are decayed) → those with a gradient.
+        """
+        alike: dict[tuple[int, bool], list[AdamWTensors]] = {}
+        for record in plan.elementwise:
+            param = self._parameter(record)
+            if param.grad is not None:
+                decays = len(record.shape) >= 2 or self._param_groups[record.group]["decay_vectors"]
+                state = {key: local(value) for key, value in self._state[param].items()}
+                item = AdamWTensors(param=local(param), grad=local(param.grad), **state)
+                alike.setdefault((record.group, decays), []).append(item)
+        return alike
+
+    def watched(self, plan: Plan) -> list[Watched]:
+        """Give every gradient, for the decision whether the step happens.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            One record per parameter, in the order of the plan.
+        """
+        watched = []
+        for record in plan.parameters:
+            param = self._parameter(record)
+            largest = largest_gradient(param, self._state[param].get("momentum_buffer"))
+            grad = None if param.grad is None else usable_gradient(record.name, param)
+            watched.append(Watched(record.name, grad, largest, shared=record.layout is not None))
+        return watched
