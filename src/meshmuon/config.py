@@ -17,6 +17,7 @@ Form = Literal["auto", "standard", "gram", "svd"]
 DTypeChoice = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 LRRule = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 WeightDecayMode = Literal["decoupled", "cautious", "l2"]
+RouteChoice = Literal["auto", "owner"]
 NonFinite = Literal["skip", "raise", "ignore"]
 
 STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")

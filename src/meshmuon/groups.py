@@ -16,6 +16,7 @@ from torch import Tensor
 from meshmuon.config import (
     Algorithm,
     LRRule,
+    RouteChoice,
     WeightDecayMode,
     check_betas,
     check_bool,
@@ -46,6 +47,12 @@ def _check_view(name: str, value: Any) -> dict[str, Any]:
     return MatrixView.of(value).as_dict()
 
 
+def _check_route(name: str, value: Any) -> str:
+    if value == "gram":
+        raise ValueError(message(name, found="'gram' is not in this version", do='Use "auto" or "owner"'))
+    return check_word(name, value, get_args(RouteChoice))
+
+
 def _keep(name: str, value: Any) -> Any:
     return value
 
@@ -64,6 +71,7 @@ MUON_KEYS: dict[str, _Check] = {
     "weight_decay_mode": lambda name, value: check_word(name, value, get_args(WeightDecayMode)),
     "state_dtype": check_state_dtype,
     "view": _check_view,
+    "route": _check_route,
 }
 ADAMW_KEYS: dict[str, _Check] = {
     "lr": check_lr,
@@ -79,7 +87,7 @@ _STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind")
 # Written into groups by torch's schedulers.
 _FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 # Of the distributed routes, which this version does not have yet.
-_LATER = ("route", "mode", "sharded")
+_LATER = ("mode", "sharded")
 
 _LATER_ARGUMENTS = {
     "qk_clip": None,
@@ -332,6 +340,7 @@ def group_records(param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[st
                     device=tensor.device,
                     local_shape=tuple(local(tensor).shape),
                     layout=layout_of(name, tensor),
+                    route=group.get("route", "auto"),
                 )
             )
     return records

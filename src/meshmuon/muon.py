@@ -135,7 +135,10 @@ class Muon(Optimizer):
             "adamw_lr_ratio": adamw_lr_ratio,
             "decay_vectors": adamw_weight_decay is not None,
         }
-        self._group_defaults: dict[str, dict[str, Any]] = {"muon": {**muon, "view": None}, "adamw": adamw}
+        self._group_defaults: dict[str, dict[str, Any]] = {
+            "muon": {**muon, "view": None, "route": "auto"},
+            "adamw": adamw,
+        }
         check_defaults(self._group_defaults)
         self._execution = Execution(
             orthogonalizer=orthogonalizer,

@@ -145,11 +145,26 @@ def run_distributed(layout, dtype, settings, sabotage=None):
             if sabotage == "unscaled shard" and name == "medium" and dist.get_rank() == 1:
                 grad._local_tensor.mul_(1.001)
             params[name][0].grad = grad
+        if sabotage in ("wrong owner", "swapped ranks"):
+            _sabotage_exchange(opt, sabotage)
         if sabotage == "stale buffer" and step == 3 and dist.get_rank() == 0:
             opt.state[params["medium"][0]]["momentum_buffer"]._local_tensor.zero_()
         opt.step()
     result = result_of(params, opt)
     return (result, str(opt)) if dist.get_rank() == 0 else None
+
+
+def _sabotage_exchange(opt, sabotage):
+    """Make the exchange deliver something else: an owner's result for another matrix, or two ranks' pieces swapped."""
+    scatter = type(opt._exchange).scatter
+
+    def wrong(bucket, directions):
+        if sabotage == "wrong owner":
+            return scatter(opt._exchange, bucket, directions.flip(-1))
+        pending = scatter(opt._exchange, bucket, directions)
+        return pending.__class__(lambda: pending.finish().flip(0), pending.work, pending.sent)
+
+    opt._exchange.scatter = wrong
 
 
 def run_plain(layout, dtype, settings):

@@ -83,7 +83,7 @@ class Peers:
         Raises:
             PlanMismatchError: Names the first parameter that differs and the ranks. Nothing was changed anywhere.
         """
-        if self._met or self.alone:
+        if self._met:
             return
         teams = {bucket.team for bucket in self._plan.buckets if bucket.team}
         self._groups.ensure(teams | set(self._assemblies))

@@ -31,9 +31,12 @@ def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
     view = parameter.routing.view
     view.blocks(parameter.name, parameter.shape)  # the view must fit the logical shape, whatever lies here
     team = team_of(parameter, rank=rank)
-    if len(team) == 1:
+    if len(team) == 1 and parameter.route != "owner":
         blocks = view.blocks(parameter.name, parameter.local_shape)
         return tuple(Matrix(parameter, block) for block in blocks if block.count * math.prod(block.shape))
+    if parameter.layout is None:
+        alone = ShardLayout(parameter.shape, (1,), (rank,), ((),) * len(parameter.shape))
+        parameter = replace(parameter, layout=alone)
     assert parameter.layout is not None
     return tuple(_shared_matrices(parameter, parameter.layout, team, rank=rank))
 

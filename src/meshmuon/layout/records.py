@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshmuon.config import Algorithm
+from meshmuon.config import Algorithm, RouteChoice
 from meshmuon.layout.matrix_view import WHOLE, Block, MatrixView
 from meshmuon.layout.shard_layout import Interval, Intervals, ShardLayout, clip, length
 
@@ -35,6 +35,7 @@ class ParameterRecord:
         device: Its device.
         local_shape: The shape of what this rank holds.
         layout: How it lies on a mesh; None for a plain tensor.
+        route: "owner" makes even matrices that lie here whole take the way of shared ones.
     """
 
     routing: Routing
@@ -45,6 +46,7 @@ class ParameterRecord:
     device: torch.device
     local_shape: tuple[int, ...]
     layout: ShardLayout | None = None
+    route: RouteChoice = "auto"
 
     @property
     def name(self) -> str:

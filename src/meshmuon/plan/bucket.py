@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,27 @@ class Plan:
     def computed_here(self, bucket: Bucket) -> int:
         """Count the matrices of a bucket that this rank orthogonalizes."""
         return bucket.computed_by(bucket.team.index(self.rank) if bucket.team else None)
+
+
+def bytes_sent(bucket: Bucket, rank: int) -> int:
+    """Count what a rank sends to others for a bucket in one step: pieces to owners, and pieces of directions back.
+
+    Args:
+        bucket: An owned bucket.
+        rank: A global rank of its team.
+
+    Returns:
+        Bytes; what a rank keeps for itself does not count.
+    """
+    member = bucket.team.index(rank)
+    total = 0
+    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+        piece = matrix.piece(rank).numel
+        if owner == member:
+            total += (math.prod(matrix.shape) - piece) * bucket.recipe.dtype.itemsize
+        else:
+            total += piece * bucket.recipe.input_dtype.itemsize
+    return total
 
 
 def fingerprint(parameters: Iterable[ParameterRecord], settings: Mapping[int, str]) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshmuon.layout.records import ParameterRecord
-from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.assign import balance
+from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
+from meshmuon.plan.route import Route
 
 _HEADER = ("route", "tensors", "params", "share", "shape", "layout", "parameters", "reason")
 _RIGHT = {"tensors", "params", "share"}
@@ -108,20 +111,20 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _summary(plan: Plan, total: int) -> list[str]:
     muon = sum(p.numel for p in plan.parameters if p.routing.algorithm == "muon")
-    adamw = total - muon
-    matrices = sum(m.count for bucket in plan.buckets for m in bucket.matrices)
     lines = [
-        f"muon: {human(muon)} parameters in {matrices} matrices; adamw: {human(adamw)} parameters",
-        "every trainable parameter is routed exactly once; nothing travels",
+        f"muon: {human(muon)} parameters; adamw: {human(total - muon)} parameters; "
+        "every trainable parameter is routed exactly once",
+        *_travel(plan),
+        *_repeated(plan),
     ]
-    if plan.ranks > 1:
-        lines.append(f"plain tensors: repeated on every one of {plan.ranks} ranks; gradients assumed averaged")
     if plan.buckets:
         flops = sum(plan.computed_here(bucket) * bucket.cost for bucket in plan.buckets)
+        matrices = sum(plan.computed_here(bucket) for bucket in plan.buckets)
         widest = max(_workspace(plan, bucket) for bucket in plan.buckets)
+        where = "" if plan.ranks == 1 else " on this rank"
         lines.append(
-            f"orthogonalization: {human(flops, unit='FLOP')} a step in {len(plan.buckets)} batches "
-            f"({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
+            f"orthogonalization{where}: {matrices} matrices, {human(flops, unit='FLOP')} a step in {len(plan.buckets)} "
+            f"batches ({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
         )
     budget = plan.execution.workspace_bytes
     for bucket in plan.buckets:
@@ -130,6 +133,42 @@ def _summary(plan: Plan, total: int) -> list[str]:
                 f"{bucket.matrices[0].name}: needs {human(needs, unit='B')} of workspace alone, "
                 f"more than workspace_bytes={budget}"
             )
+    return lines
+
+
+def _travel(plan: Plan) -> list[str]:
+    """What leaves this rank, team by team."""
+    teams: dict[tuple[int, ...], list[Bucket]] = {}
+    for bucket in plan.buckets:
+        if bucket.route is Route.OWNED:
+            teams.setdefault(bucket.team, []).append(bucket)
+    if not teams:
+        return ["nothing travels: every matrix is whole where it is computed"]
+    lines = []
+    for team, buckets in teams.items():
+        costs = [bucket.cost for bucket in buckets for _ in bucket.matrices]
+        owners = [owner for bucket in buckets for owner in bucket.owners]
+        sent = sum(bytes_sent(bucket, plan.rank) for bucket in buckets)
+        lines.append(
+            f"{len(owners)} matrices shared by {len(team)} ranks: each travels to one owner and back, "
+            f"{human(sent, unit='B')} sent by this rank a step in {2 * len(buckets)} all-to-alls; "
+            f"owner balance {balance(costs, owners, len(team)):.2f} (largest load / mean)"
+        )
+    return lines
+
+
+def _repeated(plan: Plan) -> list[str]:
+    """What several ranks compute alike, and why."""
+    muon = [p for p in plan.parameters if p.routing.algorithm == "muon"]
+    lines = []
+    if plan.ranks > 1 and any(p.layout is None for p in muon):
+        lines.append(f"plain tensors: repeated on every one of {plan.ranks} ranks; gradients assumed averaged")
+    copies = {
+        math.prod(p.layout.mesh_shape[axis] for axis in p.layout.replica_axes)
+        for p in muon
+        if p.layout is not None and p.layout.replica_axes
+    }
+    lines += [f"replicated mesh axes: repeated on each of {count} replicas" for count in sorted(copies)]
     return lines
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshmuon.plan.bucket import Plan
 
 # What a plan depends on. Every other hyper-parameter is read anew at each step.
-_PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype")
+_PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route")
 
 
 @dataclass(frozen=True, slots=True)
