@@ -34,7 +34,7 @@ ALLOWED = {
     ("config", "errors"): "every check speaks through errors.message",
 }
 KNOWS_DTENSOR = ("layout", "checkpoint")
-CALLS_COLLECTIVES = ("exchange",)
+CALLS_COLLECTIVES = ("exchange", "testing")  # the oracles of testing gather whole tensors
 COLLECTIVES = re.compile(
     r"^(all_reduce|all_gather\w*|all_to_all\w*|reduce_scatter\w*|broadcast\w*|barrier|monitored_barrier|isend|irecv|"
     r"send|recv|gather|scatter|gather_object|scatter_object_list|new_group|batch_isend_irecv|full_tensor|redistribute)$"

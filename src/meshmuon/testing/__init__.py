@@ -1,5 +1,7 @@
 """Oracles for tests, shipped: yours may need them too."""
 
+from meshmuon.testing.ranks import RankError, RankPool
 from meshmuon.testing.reference import ReferenceMuon, plain_newton_schulz, svd_polar
+from meshmuon.testing.replay import Replay, full_gather_step
 
-__all__ = ["ReferenceMuon", "plain_newton_schulz", "svd_polar"]
+__all__ = ["RankError", "RankPool", "ReferenceMuon", "Replay", "full_gather_step", "plain_newton_schulz", "svd_polar"]
