@@ -18,6 +18,7 @@ DTypeChoice = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 LRRule = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 WeightDecayMode = Literal["decoupled", "cautious", "l2"]
 RouteChoice = Literal["auto", "owner"]
+Sharing = Literal["auto", "always", "never"]
 NonFinite = Literal["skip", "raise", "ignore"]
 
 STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -258,6 +259,7 @@ class Execution:
         release_grads: Whether a gradient is set to None once it has been read.
         max_in_flight: How many buckets may be between gather and scatter at a time.
         workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
+        share_replicas: Whether replicas of a sharded matrix each compute a part of the matrices and exchange results.
         layout_invariant: Whether a matrix must get the same bits in every batch also where that costs speed.
         allow_no_muon: Whether an optimizer without any Muon parameter is accepted.
     """
@@ -267,6 +269,7 @@ class Execution:
     release_grads: bool = False
     max_in_flight: int = 2
     workspace_bytes: int = 2**30
+    share_replicas: Sharing = "auto"
     layout_invariant: bool | None = None
     allow_no_muon: bool = False
 
@@ -278,6 +281,7 @@ class Execution:
         check_bool("release_grads", self.release_grads)
         check_integer("max_in_flight", self.max_in_flight, low=1)
         check_integer("workspace_bytes", self.workspace_bytes, low=1)
+        check_word("share_replicas", self.share_replicas, get_args(Sharing))
         check_bool("allow_no_muon", self.allow_no_muon)
         if self.layout_invariant is not None:
             check_bool("layout_invariant", self.layout_invariant)

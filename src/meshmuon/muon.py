@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon.checkpoint import complete_state_, load_checked
-from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, WeightDecayMode, check_words
+from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_words
 from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
@@ -74,6 +74,8 @@ class Muon(Optimizer):
         non_finite: What to do about NaN or inf in a gradient: "skip" the step and warn, "raise", or "ignore".
         release_grads: Whether gradients are set to None once they have been read.
         layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, at some cost.
+        share_replicas: Whether HSDP replicas each compute a part of the matrices and exchange the results: "always",
+            "never", or "auto", where it pays.
         max_in_flight: How many buckets may be between gather and scatter at a time.
         workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
         allow_no_muon: Whether to accept a model in which nothing takes Muon.
@@ -108,6 +110,7 @@ class Muon(Optimizer):
         non_finite: NonFinite = "skip",
         release_grads: bool = False,
         layout_invariant: bool | None = None,
+        share_replicas: Sharing = "auto",
         max_in_flight: int = 2,
         workspace_bytes: int = 2**30,
         allow_no_muon: bool = False,
@@ -146,6 +149,7 @@ class Muon(Optimizer):
             release_grads=release_grads,
             max_in_flight=max_in_flight,
             workspace_bytes=workspace_bytes,
+            share_replicas=share_replicas,
             layout_invariant=layout_invariant,
             allow_no_muon=allow_no_muon,
         )
@@ -193,7 +197,7 @@ class Muon(Optimizer):
     def _update(self, bucket: Bucket, proceed: Tensor | None) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
         bucket = self._tensors.present(bucket)
-        matrices = self._tensors.matrices(bucket, offsets=self._exchange.offsets(bucket))
+        matrices = self._tensors.matrices(bucket, places=self._exchange.places(bucket))
         if not matrices:
             return
         group = self.param_groups[bucket.group]

@@ -75,9 +75,7 @@ def shard(full, mesh, placements):
         if not isinstance(placement, Replicate):
             pieces, _ = placement._split_tensor(piece, mesh.size(axis), with_padding=False, contiguous=False)
             piece = pieces[mesh.get_local_rank(axis)]
-    return DTensor.from_local(
-        piece.clone(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+    return DTensor.from_local(piece.clone(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def whole(tensor):
@@ -181,4 +179,3 @@ def run_plain(layout, dtype, settings):
 
 def world_size(layout):
     return math.prod(LAYOUTS[layout][0])
-

@@ -39,6 +39,17 @@ def test_same_bits_on_every_layout_and_setting(pool, layout, case):
     assert compare(pool, layout, *SETTINGS[case]) == []
 
 
+@pytest.mark.parametrize("layout", ["hsdp"])
+def test_replicas_that_share_the_work_get_the_same_bits(pool, layout):
+    assert compare(pool, layout, torch.float32, {"share_replicas": "always"}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["hsdp", "hsdp_tp", "ep_efsdp", "efsdp_strided"])
+def test_replicas_that_share_the_work_get_the_same_bits_on_every_mesh(pool, layout):
+    assert compare(pool, layout, torch.bfloat16, {"share_replicas": "always", "nesterov": False}) == []
+
+
 @pytest.mark.parametrize("sabotage", ["unscaled shard", "stale buffer", "wrong owner", "swapped ranks"])
 def test_a_small_mistake_is_noticed(pool, sabotage):
     assert any(name.startswith("medium") for name in compare(pool, "fsdp3", *SETTINGS[0], sabotage))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.transfer import Transfer, transfer_of
+from meshmuon.layout.records import Place
 from meshmuon.plan.bucket import Bucket
 from meshmuon.plan.route import Route
 
@@ -49,25 +50,27 @@ class Exchange:
         self._rank = rank
         self._tables: dict[int, Transfer] = {}
 
-    def offsets(self, bucket: Bucket) -> list[int]:
-        """Give the place of each matrix of a bucket in the flat buffer that `gather` takes and `scatter` gives.
+    def places(self, bucket: Bucket) -> list[Place]:
+        """Give the place of each matrix of a bucket in the flat buffers that `gather` takes and `scatter` gives.
 
         Args:
             bucket: The bucket.
 
         Returns:
-            Offsets in numbers.
+            One for each matrix.
         """
         if bucket.route is Route.OWNED:
-            return list(self._table(bucket).offsets)
+            table = self._table(bucket)
+            pairs = zip(table.out.offsets, table.back.offsets, strict=True)
+            return [Place(out, back) for out, back in pairs if back is not None]
         m, n = bucket.wide_shape
         starts = [0]
         for matrix in bucket.matrices:
             starts.append(starts[-1] + matrix.count * m * n)
-        return starts[:-1]
+        return [Place(start, start) for start in starts[:-1]]
 
     def buffer_size(self, bucket: Bucket) -> int:
-        """Give the size of that buffer.
+        """Give the size of the buffer that `gather` takes.
 
         Args:
             bucket: The bucket.
@@ -76,7 +79,7 @@ class Exchange:
             Numbers.
         """
         if bucket.route is Route.OWNED:
-            return sum(self._table(bucket).send_splits)
+            return sum(self._table(bucket).out.spread)
         return sum(matrix.count for matrix in bucket.matrices) * bucket.wide_shape[0] * bucket.wide_shape[1]
 
     def gather(self, bucket: Bucket, inputs: Tensor) -> Pending:
@@ -92,13 +95,13 @@ class Exchange:
         if bucket.route is Route.LOCAL:
             return Pending(lambda: inputs.view(-1, *bucket.wide_shape))
         table = self._table(bucket)
-        received = inputs.new_empty(sum(table.receive_splits))
-        work = self._all_to_all(bucket, received, inputs, table.receive_splits, table.send_splits)
+        received = inputs.new_empty(sum(table.out.gathered))
+        work = self._all_to_all(bucket, received, inputs, table.out.gathered, table.out.spread)
 
         def assembled() -> Tensor:
             stack = received.new_empty(table.owned, *bucket.wide_shape)
-            for arrival in table.arrivals:
-                arrival.place(stack, received)
+            for stop in table.out.stops:
+                stop.place(stack, received)
             return stack
 
         return Pending(assembled, work, inputs)
@@ -116,11 +119,11 @@ class Exchange:
         if bucket.route is Route.LOCAL:
             return Pending(lambda: directions.reshape(-1))
         table = self._table(bucket)
-        sent = directions.new_empty(sum(table.receive_splits))
-        for arrival in table.arrivals:
-            arrival.take(directions, sent)
-        received = directions.new_empty(sum(table.send_splits))
-        work = self._all_to_all(bucket, received, sent, table.send_splits, table.receive_splits)
+        sent = directions.new_empty(sum(table.back.gathered))
+        for stop in table.back.stops:
+            stop.take(directions, sent)
+        received = directions.new_empty(sum(table.back.spread))
+        work = self._all_to_all(bucket, received, sent, table.back.spread, table.back.gathered)
         return Pending(lambda: received, work, sent)
 
     def _all_to_all(

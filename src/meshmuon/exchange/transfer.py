@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from meshmuon.plan.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class Stop:
     """One piece of a matrix this rank owns: where it stands in the buffer, and in the stack of whole matrices."""
 
     offset: int
@@ -45,21 +46,28 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """The table of one bucket, as one member of its team sees it.
+class Way:
+    """One direction of a bucket's exchange, as one member of the team sees it.
 
     Attributes:
-        send_splits: Numbers sent to each member when gathering: its pieces of the matrices that member owns.
-        receive_splits: Numbers received from each member when gathering.
-        offsets: For each matrix of the bucket, where this rank's own piece stands in its send buffer.
-        arrivals: What is received, piece by piece.
-        owned: How many whole matrices that makes.
+        spread: Numbers exchanged with each member on the side of the pieces: this rank's own.
+        gathered: Numbers exchanged with each member on the side of the whole matrices it owns.
+        offsets: For each matrix of the bucket, where this rank's own piece stands; None if it does not take this way.
+        stops: What is exchanged on the side of the whole matrices, piece by piece.
     """
 
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
-    offsets: tuple[int, ...]
-    arrivals: tuple[Arrival, ...]
+    spread: tuple[int, ...]
+    gathered: tuple[int, ...]
+    offsets: tuple[int | None, ...]
+    stops: tuple[Stop, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The table of one bucket: pieces to owners, and back. Between replicas only the way back exists."""
+
+    out: Way
+    back: Way
     owned: int
 
 
@@ -67,7 +75,7 @@ def transfer_of(bucket: Bucket, *, rank: int) -> Transfer:
     """Make the table of an owned bucket.
 
     Buffers are ordered by the other side's rank, then by the bucket's order of matrices: sender and receiver need no
-    other agreement.
+    other agreement. An owner takes the pieces of its own replica, and gives pieces of the result to all of them.
 
     Args:
         bucket: The bucket.
@@ -76,33 +84,40 @@ def transfer_of(bucket: Bucket, *, rank: int) -> Transfer:
     Returns:
         The table.
     """
-    member = bucket.team.index(rank)
-    mine = [matrix.piece(rank).numel for matrix in bucket.matrices]
-    offsets = [0] * len(mine)
-    send_splits = []
+    owned = [m for m, owner in zip(bucket.matrices, bucket.owners, strict=True) if bucket.team[owner] == rank]
+    out = _way(bucket, owned, rank, between_replicas=False)
+    back = out if _copies(bucket) == 1 else _way(bucket, owned, rank, between_replicas=True)
+    return Transfer(out, back, len(owned))
+
+
+def _copies(bucket: Bucket) -> int:
+    return max(len(matrix.share.copies) for matrix in bucket.matrices if matrix.share is not None)
+
+
+def _way(bucket: Bucket, owned: Sequence[Matrix], rank: int, *, between_replicas: bool) -> Way:
+    def takes_part(matrix: Matrix, one: int, other: int) -> bool:
+        assert matrix.share is not None
+        return between_replicas or one in matrix.share.copy_of(other)
+
+    offsets: list[int | None] = [None] * len(bucket.matrices)
+    spread = []
     filled = 0
-    for owner in range(len(bucket.team)):
+    for member, owner in enumerate(bucket.team):
         start = filled
-        for i, size in enumerate(mine):
-            if bucket.owners[i] == owner:
+        for i, matrix in enumerate(bucket.matrices):
+            if bucket.owners[i] == member and takes_part(matrix, owner, rank):
                 offsets[i] = filled
-                filled += size
-        send_splits.append(filled - start)
-    owned = [matrix for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True) if owner == member]
-    arrivals, receive_splits = _arrivals(owned, bucket.team)
-    return Transfer(tuple(send_splits), tuple(receive_splits), tuple(offsets), tuple(arrivals), len(owned))
-
-
-def _arrivals(owned: list[Matrix], team: tuple[int, ...]) -> tuple[list[Arrival], list[int]]:
-    arrivals: list[Arrival] = []
-    splits = []
+                filled += matrix.piece(rank).numel
+        spread.append(filled - start)
+    stops: list[Stop] = []
+    gathered = []
     filled = 0
-    for source in team:
+    for source in bucket.team:
         start = filled
         for index, matrix in enumerate(owned):
             piece = matrix.piece(source)
-            if piece.numel:
-                arrivals.append(Arrival(filled, piece, index, matrix.tall))
+            if piece.numel and takes_part(matrix, source, rank):
+                stops.append(Stop(filled, piece, index, matrix.tall))
                 filled += piece.numel
-        splits.append(filled - start)
-    return arrivals, splits
+        gathered.append(filled - start)
+    return Way(tuple(spread), tuple(gathered), tuple(offsets), tuple(stops))

@@ -30,18 +30,35 @@ def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
     """
     view = parameter.routing.view
     view.blocks(parameter.name, parameter.shape)  # the view must fit the logical shape, whatever lies here
-    team = team_of(parameter, rank=rank)
-    if len(team) == 1 and parameter.route != "owner":
+    copy = copy_of(parameter, rank=rank)
+    if len(copy) == 1 and parameter.route != "owner":
         blocks = view.blocks(parameter.name, parameter.local_shape)
         return tuple(Matrix(parameter, block) for block in blocks if block.count * math.prod(block.shape))
     if parameter.layout is None:
         alone = ShardLayout(parameter.shape, (1,), (rank,), ((),) * len(parameter.shape))
         parameter = replace(parameter, layout=alone)
     assert parameter.layout is not None
-    return tuple(_shared_matrices(parameter, parameter.layout, team, rank=rank))
+    return tuple(_shared_matrices(parameter, parameter.layout, (copy,), rank=rank))
 
 
-def team_of(parameter: ParameterRecord, *, rank: int) -> tuple[int, ...]:
+def copies_of(parameter: ParameterRecord, *, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Give the replicas of this rank's matrices.
+
+    Args:
+        parameter: The record.
+        rank: A global rank.
+
+    Returns:
+        For each, the global ranks that hold it together, this rank's own among them; in ascending order.
+    """
+    layout = parameter.layout
+    if layout is None or rank not in layout.ranks:
+        return ((rank,),)
+    peers = layout.neighbours(rank, layout.replica_axes)
+    return tuple(sorted(copy_of(parameter, rank=peer) for peer in peers))
+
+
+def copy_of(parameter: ParameterRecord, *, rank: int) -> tuple[int, ...]:
     """Give the ranks that hold the rows and columns of this rank's matrices together.
 
     Axes that cut leading dims (experts) only decide which matrices a rank has a part in.
@@ -62,7 +79,7 @@ def team_of(parameter: ParameterRecord, *, rank: int) -> tuple[int, ...]:
 
 
 def _shared_matrices(
-    parameter: ParameterRecord, layout: ShardLayout, team: tuple[int, ...], *, rank: int
+    parameter: ParameterRecord, layout: ShardLayout, copies: tuple[tuple[int, ...], ...], *, rank: int
 ) -> Iterator[Matrix]:
     view = parameter.routing.view
     region = layout.region(rank)
@@ -72,7 +89,7 @@ def _shared_matrices(
     for rows, cols in view.parts(parameter.name, parameter.shape):
         if rows[0] == rows[1] or cols[0] == cols[1]:
             continue
-        share = Share(rows, cols, team)
+        share = Share(rows, cols, copies)
         local_rows, local_cols = _stored(held_rows, rows), _stored(held_cols, cols)
         for index in itertools.product(*leads):
             block = _local_block(plain, parameter, local_rows, local_cols, index)

@@ -78,12 +78,35 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a matrix stands in the flat buffers of its bucket: of inputs (None if not there), and of directions."""
+
+    input: int | None
+    direction: int
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
-    """A matrix that several ranks hold together: where it lies inside the parameter's rows and columns."""
+    """A matrix that several ranks hold together.
+
+    Attributes:
+        rows: Its rows inside the parameter's rows.
+        cols: Its columns inside the parameter's columns.
+        copies: For each replica that takes part, the global ranks (ascending) that hold it together.
+    """
 
     rows: Interval
     cols: Interval
-    team: tuple[int, ...]
+    copies: tuple[tuple[int, ...], ...]
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """All ranks that take part, ascending."""
+        return tuple(sorted(rank for copy in self.copies for rank in copy))
+
+    def copy_of(self, rank: int) -> tuple[int, ...]:
+        """Give the replica that a rank belongs to."""
+        return next(copy for copy in self.copies if rank in copy)
 
 
 @dataclass(frozen=True, slots=True)

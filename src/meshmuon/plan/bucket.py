@@ -13,9 +13,10 @@ import torch
 
 from meshmuon.config import Execution
 from meshmuon.errors import message
-from meshmuon.layout.matrices import matrices_of
+from meshmuon.layout.matrices import copies_of, matrices_of
 from meshmuon.layout.records import Matrix, ParameterRecord
 from meshmuon.plan.assign import assign_owners
+from meshmuon.plan.cost import sharing_pays
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.orthogonalize import Recipe, choose_recipe
@@ -116,13 +117,14 @@ def bytes_sent(bucket: Bucket, rank: int) -> int:
     Returns:
         Bytes; what a rank keeps for itself does not count.
     """
-    member = bucket.team.index(rank)
     total = 0
     for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+        assert matrix.share is not None
         piece = matrix.piece(rank).numel
-        if owner == member:
-            total += (math.prod(matrix.shape) - piece) * bucket.recipe.dtype.itemsize
-        else:
+        if bucket.team[owner] == rank:
+            back = math.prod(matrix.shape) * len(matrix.share.copies) - piece
+            total += back * bucket.recipe.dtype.itemsize
+        elif bucket.team[owner] in matrix.share.copy_of(rank):
             total += piece * bucket.recipe.input_dtype.itemsize
     return total
 
@@ -186,6 +188,7 @@ def build_plan(
         raise ValueError(message("params", found=found, do=do))
     elementwise = tuple(parameter for parameter in parameters if parameter.routing.algorithm == "adamw")
     matrices = [matrix for parameter in muon for matrix in matrices_of(parameter, rank=rank)]
+    matrices = [_shared_by_replicas(matrix, polar=polar, execution=execution, rank=rank) for matrix in matrices]
     recipes = {_kind(matrix): _recipe(matrix, polar=polar, execution=execution) for matrix in matrices}
     local = [
         bucket
@@ -210,6 +213,20 @@ def _waves(
     waves = [[*first[:begun], *local, *first[begun:]], *others]
     numbers = itertools.count()
     return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
+
+
+def _shared_by_replicas(
+    matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Execution, rank: int
+) -> Matrix:
+    """Let all replicas of a shared matrix take part, where that was asked for or pays."""
+    if matrix.share is None or execution.share_replicas == "never":
+        return matrix
+    copies = copies_of(matrix.parameter, rank=rank)
+    recipe = _recipe(matrix, polar=polar, execution=execution)
+    pays = sharing_pays(recipe, matrix.wide_shape, copies=len(copies), device=matrix.parameter.device)
+    if execution.share_replicas == "auto" and not pays:
+        return matrix
+    return dataclasses.replace(matrix, share=dataclasses.replace(matrix.share, copies=copies))
 
 
 def _kind(matrix: Matrix) -> tuple[object, ...]:

@@ -168,7 +168,9 @@ def _repeated(plan: Plan) -> list[str]:
         for p in muon
         if p.layout is not None and p.layout.replica_axes
     }
-    lines += [f"replicated mesh axes: repeated on each of {count} replicas" for count in sorted(copies)]
+    shared = any(matrix.share and len(matrix.share.copies) > 1 for b in plan.buckets for matrix in b.matrices)
+    reason = "shared where that saves time" if shared else "sharing the work would take longer, or was not asked for"
+    lines += [f"replicated mesh axes: {count} replicas; {reason}" for count in sorted(copies)]
     return lines
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshmuon.exchange.agreement import Watched
 from meshmuon.layout.mesh import local
-from meshmuon.layout.records import ParameterRecord
+from meshmuon.layout.records import ParameterRecord, Place
 from meshmuon.layout.tensors import usable_gradient
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
@@ -50,23 +50,23 @@ class LocalTensors:
         kept = tuple(m for m in bucket.matrices if self._parameter(m.parameter).grad is not None)
         return bucket if len(kept) == len(bucket.matrices) else dataclasses.replace(bucket, matrices=kept)
 
-    def matrices(self, bucket: Bucket, *, offsets: Sequence[int]) -> list[MatrixTensors]:
+    def matrices(self, bucket: Bucket, *, places: Sequence[Place]) -> list[MatrixTensors]:
         """Give what this rank holds of a bucket's matrices.
 
         Args:
             bucket: The bucket.
-            offsets: Where each stands in the bucket's flat buffer.
+            places: Where each stands in the bucket's flat buffers.
 
         Returns:
             One record per matrix.
         """
         items = []
-        for matrix, offset in zip(bucket.matrices, offsets, strict=True):
+        for matrix, place in zip(bucket.matrices, places, strict=True):
             param = self._parameter(matrix.parameter)
             select = matrix.block.select
             grad = None if param.grad is None else select(local(param.grad))
             buffer = select(local(self._state[param]["momentum_buffer"]))
-            items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, offset, grad is not None))
+            items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, place, grad is not None))
         return items
 
     def release_gradients(self, matrices: Sequence[MatrixTensors]) -> list[MatrixTensors]:

@@ -52,7 +52,7 @@ def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: A
         lr = rule.lr if rule.proceed is None else rule.lr * rule.proceed
         size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.shape, rule.adjust_lr_fn))
         dtype = math_dtype(item.param)
-        direction = item.slot(directions).to(dtype)
+        direction = item.direction_in(directions).to(dtype)
         param = item.param.to(dtype)  # the parameter itself, if it has that dtype
         if rule.weight_decay and rule.weight_decay_mode != "l2":
             factor = 1.0 - lr * rule.weight_decay

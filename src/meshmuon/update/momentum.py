@@ -42,8 +42,10 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
         rule: The numbers of this step.
     """
     for item in matrices:
+        wanted = item.input_in(inputs)
         if item.grad is None:
-            item.slot(inputs).zero_()  # what travels depends on the plan only, never on which gradients there are
+            if wanted is not None:
+                wanted.zero_()  # what travels depends on the plan only, never on which gradients there are
             continue
         grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
         if rule.l2:
@@ -60,7 +62,8 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
         if rule.nesterov:
             # From the stored (rounded) buffer, so that a resumed run continues with the same bits.
             average = torch.lerp(grad, item.buffer.to(grad.dtype), rule.momentum)
-        item.slot(inputs).copy_(average)
+        if wanted is not None:
+            wanted.copy_(average)
 
 
 def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshmuon.layout.records import Matrix
+from meshmuon.layout.records import Matrix, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class MatrixTensors:
         param: Its parameter; written.
         grad: Its gradient until it has been read; None also if the step has none for it.
         buffer: Its momentum; written.
-        offset: Where it stands in the flat buffer.
+        place: Where it stands in the bucket's flat buffers.
         active: Whether it takes part in this step.
     """
 
@@ -27,24 +27,37 @@ class MatrixTensors:
     param: Tensor
     grad: Tensor | None
     buffer: Tensor
-    offset: int
+    place: Place
     active: bool
 
-    def slot(self, flat: Tensor) -> Tensor:
-        """See this matrix's part of a bucket's flat buffer in the block's own dims.
-
-        Whole matrices stand there wide, ready to be orthogonalized; pieces of shared ones as they are stored.
+    def input_in(self, flat: Tensor) -> Tensor | None:
+        """See this matrix's part of the bucket's inputs in the block's own dims.
 
         Args:
-            flat: The buffer of the bucket.
+            flat: The inputs.
 
         Returns:
-            A view that lines up with `param`, `grad` and `buffer`.
+            A view that lines up with `param`; None if another replica provides this input.
         """
+        return None if self.place.input is None else self._view(flat, self.place.input)
+
+    def direction_in(self, flat: Tensor) -> Tensor:
+        """See this matrix's part of the bucket's directions in the block's own dims.
+
+        Args:
+            flat: The directions.
+
+        Returns:
+            A view that lines up with `param`.
+        """
+        return self._view(flat, self.place.direction)
+
+    def _view(self, flat: Tensor, offset: int) -> Tensor:
+        """Whole matrices stand there wide, ready to be orthogonalized; pieces of shared ones as they are stored."""
         matrix = self.matrix
         turned = matrix.share is None and matrix.tall
         rows, cols = matrix.wide_shape if matrix.share is None else matrix.block.shape
-        part = flat[self.offset : self.offset + matrix.count * rows * cols].view(matrix.count, rows, cols)
+        part = flat[offset : offset + matrix.count * rows * cols].view(matrix.count, rows, cols)
         return matrix.block.unfold(part.mT if turned else part)
 
 

@@ -1,0 +1,353 @@
+"""What ranks run when something goes wrong. Each attempt is recorded: what was raised, how long it took, what changed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from meshmuon import Muon, Orthogonalizer
+from tests.distributed.scenarios import result_of, shard, tensor_for
+
+# name → (shape, view), as in scenarios: every rank of three holds a part of each. `a` and `b` travel in one bucket.
+TABLE = {
+    "a": ((12, 8), {}),
+    "b": ((12, 8), {}),
+    "c": ((7, 10), {}),
+    "qkv": ((12, 6), {"split_rows": (5, 4, 3)}),
+    "experts": ((6, 4, 5), {"experts": True}),
+    "norm": ((37,), "adamw"),
+    "embedding": ((10, 6), "adamw"),
+}
+SETTINGS = {"lr": 0.02, "weight_decay": 0.2}
+
+
+def groups_of(params):
+    """Parameters with the same view in one group, so that those of one shape share a bucket."""
+    groups = []
+    for name, (tensor, view) in params.items():
+        group = {"algorithm": "adamw"} if view == "adamw" else {"algorithm": "muon", "view": view}
+        alike = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == group), None)
+        if alike is None:
+            groups.append(alike := {"params": [], **group})
+        alike["params"].append((name, tensor))
+    return groups
+
+
+def parameters(table, place=lambda full: full):
+    """The parameters of a table: plain, or where `place` puts them."""
+    made = {name: tensor_for("parameter", name, shape, torch.float32) for name, (shape, _) in table.items()}
+    return {name: (nn.Parameter(place(full)), table[name][1]) for name, full in made.items()}
+
+
+def gradient(seed, name, tensor):
+    """The gradient of a parameter, as it lies: a pure function of (seed, name)."""
+    full = tensor_for(f"gradient {seed}", name, tensor.shape, tensor.dtype)
+    return shard(full, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else full
+
+
+def give_gradients(params, seed):
+    for name, (tensor, _) in params.items():
+        tensor.grad = gradient(seed, name, tensor)
+
+
+def on_mesh():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return lambda full: shard(full, mesh, [Shard(0)])
+
+
+def held(params, opt):
+    """Copies of all that a step may change on this rank."""
+    found = {}
+    for name, (tensor, _) in params.items():
+        parts = {"": tensor.detach(), **opt.state.get(tensor, {})}
+        found.update({f"{name} {key}".strip(): value for key, value in parts.items()})
+    return {key: (v._local_tensor if isinstance(v, DTensor) else v).clone() for key, v in found.items()}
+
+
+def attempt(action, params=None, opt=None):
+    """Do it, and tell what was raised, warned and changed, and how long it took."""
+    before = held(params, opt) if params else {}
+    record = {"error": None, "message": ""}
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            action()
+        except Exception as error:
+            record = {"error": type(error).__name__, "message": str(error)}
+    record["seconds"] = time.monotonic() - start
+    record["warnings"] = [(w.category.__name__, str(w.message)) for w in caught]
+    after = held(params, opt) if params else {}
+    record["changed"] = [key for key in before if not torch.equal(before[key], after[key])]
+    return record
+
+
+def run_script(script, settings):
+    """Take the steps of a script: {"seed", "missing": {rank: names}, "bad": (rank, name, value), "overflow": rank}."""
+    rank = dist.get_rank()
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **{**SETTINGS, **settings})
+    records = []
+    for step in script:
+        give_gradients(params, step["seed"])
+        for name in step.get("missing", {}).get(rank, ()):
+            params[name][0].grad = None
+        where, name, value = step.get("bad", (None, None, None))
+        if where == rank:
+            params[name][0].grad._local_tensor.view(-1)[0] = value
+        if "overflow" in step:  # as torch.amp.GradScaler hands it over
+            opt.grad_scale = torch.tensor(1.0)
+            opt.found_inf = torch.tensor(float(step["overflow"] == rank))
+        records.append(attempt(opt.step, params, opt))
+    return {"records": records, "metrics": opt.metrics(), "result": result_of(params, opt)}
+
+
+def run_plain(script, settings):
+    """The same on one process: `missing` names only; `bad` is (flat index, name, value)."""
+    params = parameters(TABLE)
+    opt = Muon(groups_of(params), **{**SETTINGS, **settings})
+    for step in script:
+        give_gradients(params, step["seed"])
+        for name in step.get("missing", ()):
+            params[name][0].grad = None
+        index, name, value = step.get("bad", (None, None, None))
+        if name is not None:
+            params[name][0].grad.view(-1)[index] = value
+        opt.step()
+    return result_of(params, opt)
+
+
+def other_build(kind):
+    """The table and settings of the rank that was built differently."""
+    table, settings = dict(TABLE), dict(SETTINGS)
+    if kind == "order":
+        table = {name: TABLE[name] for name in ("b", "a", "c", "qkv", "experts", "norm", "embedding")}
+    elif kind == "shape":
+        table["c"] = ((9, 10), {})
+    elif kind == "number":
+        del table["b"]
+    elif kind == "number at the end":
+        del table["embedding"]
+    elif kind == "view":
+        table["qkv"] = ((12, 6), {"split_rows": (4, 4, 4)})
+    elif kind == "algorithm":
+        table["c"] = ((7, 10), "adamw")
+    settings |= {
+        "lr": {"lr": 0.03},
+        "lr in the last digits": {"lr": 0.02 * (1 + 1e-7)},
+        "lr tensor": {"lr": torch.tensor(0.02 * (1 + 1e-6))},
+        "ns_steps": {"ns_steps": 4},
+        "momentum": {"momentum": 0.9},
+        "betas": {"betas": (0.9, 0.99)},
+        "state_dtype": {"state_dtype": "float64"},
+        "max_in_flight": {"max_in_flight": 1},
+        "workspace_bytes": {"workspace_bytes": 1},
+        "orthogonalizer": {"orthogonalizer": Orthogonalizer(form="svd")},
+        "non_finite": {"non_finite": "raise"},
+    }.get(kind, {})
+    return table, settings
+
+
+def build_differently(kind):
+    """Rank 1 is built otherwise than the others; then everyone tries to step, twice."""
+    odd = dist.get_rank() == 1
+    table, settings = other_build(kind if odd else None)
+    if kind == "lr tensor" and not odd:
+        settings["lr"] = torch.tensor(0.02)
+    params = parameters(table, on_mesh())
+    if kind == "dtype" and odd:
+        params["b"] = (nn.Parameter(params["b"][0].detach().to(torch.bfloat16)), {})
+    if kind == "placements" and odd:
+        full = tensor_for("parameter", "a", (12, 8), torch.float32)
+        params["a"] = (nn.Parameter(shard(full, params["b"][0].device_mesh, [Shard(1)])), {})
+    if kind == "frozen":
+        params["b"][0].requires_grad_(not odd)
+        opt = Muon([(name, tensor) for name, (tensor, _) in params.items()], **settings)
+        params = {name: pair for name, pair in params.items() if pair[0].requires_grad}
+    else:
+        opt = Muon(groups_of(params), **settings)
+    give_gradients(params, 0)
+    return [attempt(opt.step, params, opt) for _ in range(2)]
+
+
+def change_later(key, value):
+    """After a step that all took, rank 1 alone changes a setting."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **SETTINGS)
+    give_gradients(params, 0)
+    records = [attempt(opt.step, params, opt)]
+    if dist.get_rank() == 1:
+        opt.param_groups[0][key] = value
+    return [*records, attempt(opt.step, params, opt)]
+
+
+def lose_a_rank(when):
+    """The last rank is killed; the others tell what they saw, and what the optimizer does from then on."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **SETTINGS)
+    give_gradients(params, 0)
+    if when != "before the first step":
+        opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if when.startswith("before"):
+            _die()
+        _die_at(opt._exchange, *{"during the gather": ("gather", 2), "after the gather": ("scatter", 1)}[when])
+    records = {"step": attempt(opt.step, params, opt)}
+    records["step again"] = attempt(opt.step, params, opt)
+    records["state_dict"] = attempt(opt.state_dict)
+    opt.param_groups[0]["eps"] *= 2  # the plan is made anew, the parameters are no better for it
+    records["state_dict of a new plan"] = attempt(opt.state_dict)
+    records["step of a new plan"] = attempt(opt.step, params, opt)
+    opt.load_state_dict(saved)
+    records["state_dict after a reload"] = attempt(opt.state_dict)
+    return records
+
+
+def _die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at(exchange, name, call):
+    """Be killed at a call of one of the exchange's methods."""
+    method = getattr(exchange, name)
+    calls = []
+
+    def dying(*arguments):
+        calls.append(1)
+        return _die() if len(calls) == call else method(*arguments)
+
+    setattr(exchange, name, dying)
+
+
+def replace_parameters(how):
+    """An optimizer of plain tensors that has taken a step gets sharded ones instead; three more steps."""
+    params = parameters(TABLE)
+    opt = Muon(groups_of(params), **SETTINGS)
+    if how != "swapped":  # swapped tensors keep their identity: whether momentum survives is not asked here
+        give_gradients(params, 0)
+        opt.step()
+    place = on_mesh()
+    sharded = {name: (nn.Parameter(place(tensor.detach())), view) for name, (tensor, view) in params.items()}
+    between = None
+    if how == "accelerate":
+        for group in opt.param_groups:
+            for i, tensor in enumerate(group["params"]):
+                group["params"][i] = torch.empty(1, dtype=tensor.dtype)
+        between = attempt(lambda: opt.plan)
+    for group in opt.param_groups:
+        for i, name in enumerate(group["param_names"]):
+            if how == "swapped":
+                torch.utils.swap_tensors(group["params"][i], sharded[name][0])
+                sharded[name] = (group["params"][i], sharded[name][1])
+            else:
+                group["params"][i] = sharded[name][0]
+    for seed in range(1, 4):
+        give_gradients(sharded, seed)
+        opt.step()
+    return {
+        "between": between,
+        "states": len(opt.state),
+        "momentum": str(getattr(opt.state[sharded["a"][0]]["momentum_buffer"], "placements", "whole")),
+        "plan": str(opt.plan),
+        "result": result_of(sharded, opt),
+    }
+
+
+def replace_plain(how):
+    """What `replace_parameters` must give: a new optimizer from where the old one had come."""
+    params = parameters(TABLE)
+    if how != "swapped":
+        give_gradients(params, 0)
+        Muon(groups_of(params), **SETTINGS).step()
+    opt = Muon(groups_of(params), **SETTINGS)
+    for seed in range(1, 4):
+        give_gradients(params, seed)
+        opt.step()
+    return result_of(params, opt)
+
+
+def shard_after_construction(tell):
+    """Real `fully_shard` on a model whose optimizer exists; other data on each rank. What differs from the replay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 6))
+    alone = copy.deepcopy(model)
+    opt, straight = (Muon(m, **SETTINGS, overrides={"2.weight": "muon"}) for m in (model, alone))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if tell:
+        now = dict(model.named_parameters())
+        for group in opt.param_groups:
+            group["params"] = [now[name] for name in group["param_names"]]
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        model(torch.randn(5, 10)).square().sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.full_tensor()
+        opt.step()
+        straight.step()
+        model.zero_grad()
+    pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
+    return [name for (name, p), q in pairs if not torch.equal(p.full_tensor(), q)]
+
+
+def partial_parameter():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = {"a": (nn.Parameter(torch.ones(4, 4)), {})}
+    params["odd"] = (nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])), {})
+    return attempt(lambda: Muon(groups_of(params)))
+
+
+def misplaced_gradient(kind, where):
+    """A gradient of `a` lies otherwise than its parameter, on the ranks of `where`; then all is well again."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **SETTINGS)
+    a = params["a"][0]
+    records = []
+    for seed in range(3):
+        give_gradients(params, seed)
+        if seed == 1 and dist.get_rank() in where:
+            local = torch.ones(12, 8)
+            if kind == "shard 1":
+                a.grad = shard(local, a.device_mesh, [Shard(1)])
+            else:
+                placement = {"partial": Partial(), "replicate": Replicate()}[kind]
+                a.grad = DTensor.from_local(local, a.device_mesh, [placement], run_check=False)
+        records.append(attempt(opt.step, params, opt))
+    return records
+
+
+def two_meshes(fault):
+    """Some parameters lie on all ranks, others on the first two only: the third must hear of what happens there."""
+    rank = dist.get_rank()
+    place = on_mesh()
+    few = DeviceMesh("cpu", [0, 1])
+    params = parameters({name: TABLE[name] for name in ("a", "b", "norm")}, place)
+    if rank < 2:
+        params |= parameters({"c": TABLE["c"], "qkv": TABLE["qkv"]}, lambda full: shard(full, few, [Shard(0)]))
+    opt = Muon(groups_of(params), **SETTINGS)
+    records = []
+    for seed in range(3):
+        give_gradients(params, seed)
+        if seed == 1 and rank == 1 and fault == "missing":
+            params["c"][0].grad = None
+        if seed == 1 and rank == 1 and fault == "bad":
+            params["c"][0].grad._local_tensor[0] = float("nan")
+        records.append(attempt(opt.step, params, opt))
+    return records
+
+
+def add_up():
+    """Whether the ranks still understand each other."""
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return total.item()
