@@ -190,8 +190,11 @@ class Muon(Optimizer):
 
     def _take_step(self, plan: Plan, proceed: Tensor | None) -> None:
         for wave in plan.waves:
-            journeys = (self._update(bucket, proceed) for bucket in wave)
-            pipeline.run(journeys, max_in_flight=self._execution.max_in_flight)
+            pipeline.run(
+                (pipeline.Journey(self._update(bucket, proceed), bucket.bytes) for bucket in wave),
+                max_in_flight=self._execution.max_in_flight,
+                workspace_bytes=self._execution.workspace_bytes,
+            )
         self._update_elementwise(plan, proceed)
 
     def _update(self, bucket: Bucket, proceed: Tensor | None) -> Iterator[None]:
@@ -219,7 +222,10 @@ class Muon(Optimizer):
         gathered = self._exchange.gather(bucket, inputs)  # a local bucket is already there
         if gathered.in_flight:
             yield
-        directions = orthogonalize_stack(gathered.wait(), bucket.recipe)
+        stack = gathered.wait()
+        del gathered, inputs  # what has arrived is in the stack: memory is bounded by letting go as early as possible
+        directions = orthogonalize_stack(stack, bucket.recipe)
+        del stack
         scattered = self._exchange.scatter(bucket, directions)  # the same table, inverted
         if scattered.in_flight:
             yield

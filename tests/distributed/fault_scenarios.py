@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from meshmuon import Muon, Orthogonalizer
-from tests.distributed.scenarios import result_of, shard, tensor_for
+from tests.distributed.scenarios import result_of, shard, tensor_for, whole
 
 # name → (shape, view), as in scenarios: every rank of three holds a part of each. `a` and `b` travel in one bucket.
 TABLE = {
@@ -65,6 +65,11 @@ def on_mesh():
     return lambda full: shard(full, mesh, [Shard(0)])
 
 
+def place_otherwise():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return lambda full: shard(full, mesh, [Shard(full.ndim - 1)])
+
+
 def held(params, opt):
     """Copies of all that a step may change on this rank."""
     found = {}
@@ -110,6 +115,24 @@ def run_script(script, settings):
             opt.found_inf = torch.tensor(float(step["overflow"] == rank))
         records.append(attempt(opt.step, params, opt))
     return {"records": records, "metrics": opt.metrics(), "result": result_of(params, opt)}
+
+
+def run_scaler(settings):
+    """A real GradScaler over DTensors: a good step, one that overflows on rank 1 alone, a good one."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **{**SETTINGS, **settings})
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler.scale(torch.ones(()))
+    records = []
+    for seed in range(3):
+        give_gradients(params, seed)
+        for tensor, _ in params.values():
+            tensor.grad._local_tensor.mul_(scaler.get_scale())
+        if seed == 1 and dist.get_rank() == 1:
+            params["b"][0].grad._local_tensor[0] = float("inf")
+        records.append(attempt(lambda: scaler.step(opt), params, opt))
+        scaler.update()
+    return {"records": records, "metrics": opt.metrics(), "result": result_of(params, opt), "scale": scaler.get_scale()}
 
 
 def run_plain(script, settings):
@@ -232,13 +255,14 @@ def _die_at(exchange, name, call):
 
 def replace_parameters(how):
     """An optimizer of plain tensors that has taken a step gets sharded ones instead; three more steps."""
-    params = parameters(TABLE)
+    place = on_mesh()
+    # A tensor can only be swapped with one of its kind, and keeps its identity: begin with shards cut otherwise.
+    params = parameters(TABLE, place_otherwise() if how == "swapped" else lambda full: full)
     opt = Muon(groups_of(params), **SETTINGS)
-    if how != "swapped":  # swapped tensors keep their identity: whether momentum survives is not asked here
+    if how != "swapped":  # whether momentum survives that is not asked here
         give_gradients(params, 0)
         opt.step()
-    place = on_mesh()
-    sharded = {name: (nn.Parameter(place(tensor.detach())), view) for name, (tensor, view) in params.items()}
+    sharded = {name: (nn.Parameter(place(whole(tensor.detach()))), view) for name, (tensor, view) in params.items()}
     between = None
     if how == "accelerate":
         for group in opt.param_groups:
@@ -326,22 +350,22 @@ def misplaced_gradient(kind, where):
     return records
 
 
-def two_meshes(fault):
+def two_meshes(fault, names):
     """Some parameters lie on all ranks, others on the first two only: the third must hear of what happens there."""
     rank = dist.get_rank()
     place = on_mesh()
     few = DeviceMesh("cpu", [0, 1])
     params = parameters({name: TABLE[name] for name in ("a", "b", "norm")}, place)
     if rank < 2:
-        params |= parameters({"c": TABLE["c"], "qkv": TABLE["qkv"]}, lambda full: shard(full, few, [Shard(0)]))
+        params |= parameters({name: TABLE[name] for name in names}, lambda full: shard(full, few, [Shard(0)]))
     opt = Muon(groups_of(params), **SETTINGS)
     records = []
     for seed in range(3):
         give_gradients(params, seed)
         if seed == 1 and rank == 1 and fault == "missing":
-            params["c"][0].grad = None
+            params[names[0]][0].grad = None
         if seed == 1 and rank == 1 and fault == "bad":
-            params["c"][0].grad._local_tensor[0] = float("nan")
+            params[names[0]][0].grad._local_tensor[0] = float("nan")
         records.append(attempt(opt.step, params, opt))
     return records
 

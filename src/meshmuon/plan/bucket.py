@@ -63,6 +63,12 @@ class Bucket:
         return sum(owner == member for owner in self.owners)
 
     @property
+    def bytes(self) -> int:
+        """Memory it takes during a step on the rank where it takes most: the same number on every rank."""
+        most = max(map(self.computed_by, range(len(self.team))), default=self.computed_by(None))
+        return most * workspace_bytes(self.matrices[0], self.recipe)
+
+    @property
     def cost(self) -> float:
         """Operations to orthogonalize one of its matrices."""
         return self.recipe.flops(*self.wide_shape)
@@ -206,10 +212,11 @@ def _waves(
 
     [Note: waves] The members of a team must begin and end its collectives in one order. A rank that interleaved buckets
     of two teams would do so otherwise than a member of only one of them. Teams in ascending order cannot wait for each
-    other in a circle. Local buckets wait for nothing: they fill the wait for the first gathers.
+    other in a circle. Local buckets wait for nothing: they fill the wait for the first gathers, of which one fewer than
+    may be in flight are begun before them, so that there is workspace left.
     """
     first, *others = owned or [[]]
-    begun = execution.max_in_flight
+    begun = max(1, execution.max_in_flight - 1)
     waves = [[*first[:begun], *local, *first[begun:]], *others]
     numbers = itertools.count()
     return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
@@ -265,17 +272,32 @@ def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Ex
     )
 
 
-def _at_once(recipe: Recipe, shape: tuple[int, int], execution: Execution, device: torch.device) -> int:
+def _at_once(matrix: Matrix, recipe: Recipe, execution: Execution) -> int:
     """How many matrices one rank may orthogonalize together within the workspace; a larger single one stands alone."""
+    device = matrix.parameter.device
     if execution.layout_invariant and device.type != "cpu":
         return 1  # GPU libraries choose kernels by batch size: the same bits in every batch means no batch
     budget = execution.workspace_bytes // execution.max_in_flight
-    return max(1, budget // recipe.workspace_bytes(*shape))
+    return max(1, budget // workspace_bytes(matrix, recipe))
+
+
+def workspace_bytes(matrix: Matrix, recipe: Recipe) -> int:
+    """Bound the memory one matrix takes during a step where it is computed.
+
+    Args:
+        matrix: The matrix.
+        recipe: How it is computed.
+
+    Returns:
+        Bytes. A shared one is also once in a send and once in a receive buffer.
+    """
+    on_the_way = 0 if matrix.share is None else 2 * math.prod(matrix.shape) * max(4, recipe.dtype.itemsize)
+    return recipe.workspace_bytes(*matrix.wide_shape) + on_the_way
 
 
 def _local_buckets(matrices: Sequence[Matrix], recipe: Recipe, execution: Execution) -> list[Bucket]:
     first = matrices[0]
-    limit = _at_once(recipe, first.wide_shape, execution, first.parameter.device)
+    limit = _at_once(first, recipe, execution)
     filled: list[list[Matrix]] = []
     room = 0
     for matrix in matrices:
@@ -301,7 +323,7 @@ def _owned_buckets(
     buckets = []
     for alike in _alike(matrices):
         recipe = recipes[_kind(alike[0])]
-        limit = _at_once(recipe, alike[0].wide_shape, execution, alike[0].parameter.device)
+        limit = _at_once(alike[0], recipe, execution)
         rounds: dict[int, list[Matrix]] = {}
         taken = [0] * len(team)
         for matrix in alike:

@@ -120,7 +120,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
     if plan.buckets:
         flops = sum(plan.computed_here(bucket) * bucket.cost for bucket in plan.buckets)
         matrices = sum(plan.computed_here(bucket) for bucket in plan.buckets)
-        widest = max(_workspace(plan, bucket) for bucket in plan.buckets)
+        widest = max(bucket.bytes for bucket in plan.buckets)
         where = "" if plan.ranks == 1 else " on this rank"
         lines.append(
             f"orthogonalization{where}: {matrices} matrices, {human(flops, unit='FLOP')} a step in {len(plan.buckets)} "
@@ -128,7 +128,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
         )
     budget = plan.execution.workspace_bytes
     for bucket in plan.buckets:
-        if (needs := _workspace(plan, bucket)) > budget:
+        if (needs := bucket.bytes) > budget:
             lines.append(
                 f"{bucket.matrices[0].name}: needs {human(needs, unit='B')} of workspace alone, "
                 f"more than workspace_bytes={budget}"
@@ -218,10 +218,6 @@ def _layout(parameter: ParameterRecord) -> str:
     cuts = [f"dim {dim}/{cut.parts}" for dim, several in enumerate(layout.cuts) for cut in several if cut.parts > 1]
     mesh = "x".join(map(str, layout.mesh_shape))
     return f"{' '.join(cuts) or 'replicated'} on mesh {mesh}"
-
-
-def _workspace(plan: Plan, bucket: Bucket) -> int:
-    return plan.computed_here(bucket) * bucket.recipe.workspace_bytes(*bucket.wide_shape)
 
 
 def _recipes(buckets: Sequence[Bucket]) -> str:
