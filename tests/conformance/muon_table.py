@@ -90,6 +90,45 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         )
 
 
+class TaillessAdamW:
+    """torch's fused AdamW on copies that are padded to 64 numbers.
+
+    torch's CPU kernel rounds what does not fill a vector register otherwise than the rest, so what a number becomes
+    would depend on how a tensor is sharded. Ours leaves no tail; beside torch's own that may be one bit in the last few.
+    """
+
+    def __init__(self, groups: Iterable[Any], **kwargs: Any) -> None:
+        self.twins: dict[Tensor, nn.Parameter] = {}
+        padded = []
+        for group in groups:
+            group = group if isinstance(group, dict) else {"params": [group]}
+            padded.append({**group, "params": [self._twin(param) for param in group["params"]]})
+        self.inner = torch.optim.AdamW([group for group in padded if group["params"]], fused=True, **kwargs)
+        self.param_groups = self.inner.param_groups
+
+    def _twin(self, param: Tensor) -> nn.Parameter:
+        flat = nn.functional.pad(param.detach().reshape(-1), (0, -param.numel() % 64))
+        return self.twins.setdefault(param, nn.Parameter(flat))
+
+    @torch.no_grad()
+    def step(self, take: Callable[[Optimizer], Any] = lambda inner: inner.step()) -> None:
+        for param, twin in self.twins.items():
+            twin[: param.numel()].copy_(param.reshape(-1))
+            grad = param.grad
+            twin.grad = None if grad is None else nn.functional.pad(grad.reshape(-1), (0, -grad.numel() % 64))
+        take(self.inner)
+        for param, twin in self.twins.items():
+            param.copy_(twin[: param.numel()].view(param.shape))
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        def cut(param: Tensor, value: Tensor) -> Tensor:
+            return value if value.ndim == 0 else value[: param.numel()].view(param.shape)
+
+        found = ((param, self.inner.state.get(twin, {})) for param, twin in self.twins.items())
+        return {param: {key: cut(param, value) for key, value in state.items()} for param, state in found}
+
+
 class Oracle:
     """The reference on the matrices of a copy of the model, torch's fused AdamW on the rest."""
 
@@ -104,7 +143,7 @@ class Oracle:
         decay = given.get("weight_decay", 0.1)
         for_all = given.pop("adamw_weight_decay", None)
         self.ratio = ratio
-        self.adamw = torch.optim.AdamW(
+        self.adamw = TaillessAdamW(
             [
                 {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay if for_all is None else for_all},
                 {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0 if for_all is None else for_all},
@@ -112,7 +151,6 @@ class Oracle:
             lr=lr * ratio,
             betas=given.pop("betas", (0.9, 0.95)),
             eps=given.pop("adamw_eps", 1e-8),
-            fused=True,
         )
         dtype = given.pop("state_dtype", None)
         choice = given.pop("orthogonalizer", Orthogonalizer())

@@ -40,7 +40,13 @@ def test_table_has_every_hyper_parameter_and_no_torch_flag() -> None:
     used = {key for given in INPUTS.values() for key in given}
     assert not used & set(TORCH_FLAGS)
     opt = Muon(make_net())
-    in_groups = {key for group in opt.param_groups for key in group} - {"params", "param_names", "algorithm", "view"}
+    in_groups = {key for group in opt.param_groups for key in group} - {
+        "params",
+        "param_names",
+        "algorithm",
+        "view",
+        "route",
+    }
     spelled = {"decay_vectors": "adamw_weight_decay", "eps": "adamw_eps"}
     assert {spelled.get(key, key) for key in in_groups} <= used
 

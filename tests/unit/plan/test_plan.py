@@ -16,6 +16,7 @@ from meshmuon.plan.assign import assign_owners, balance
 from meshmuon.plan.bucket import PolarSettings, build_plan, bytes_sent, digest, fingerprint
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.runtime import pipeline
 
 CPU = torch.device("cpu")
 POLAR = {group: PolarSettings(resolve_schedule("polar_express", 5), 1e-7) for group in range(4)}
@@ -303,6 +304,66 @@ def test_gathers_are_begun_before_local_work(max_in_flight):
     assert begun <= max_in_flight
     last = len(routes) - routes[::-1].index(Route.LOCAL)
     assert set(routes[begun:last]) == {Route.LOCAL}, "local work in one run"
+
+
+def collectives(plan):
+    """What a rank launches during a step, in order: the pipeline of `Muon.step` with journeys that only take notes."""
+    notes = []
+
+    def journey(bucket):
+        if bucket.route is Route.OWNED:
+            what = (bucket.team, tuple(m.name for m in bucket.matrices))
+            notes.append(("gather", *what))
+            yield
+            notes.append(("scatter", *what))
+            yield
+
+    execution = plan.execution
+    for wave in plan.waves:
+        journeys = (pipeline.Journey(journey(bucket), bucket.bytes) for bucket in wave)
+        pipeline.run(journeys, max_in_flight=execution.max_in_flight, workspace_bytes=execution.workspace_bytes)
+    return notes
+
+
+def check_one_order(make, ranks, **execution):
+    """Every member of a team launches the collectives of the team in one order: anything else hangs or mixes them up."""
+    by_team = {}
+    for rank in range(ranks):
+        notes = collectives(plan_for(make, rank, ranks, **execution))
+        for team in {note[1] for note in notes}:
+            by_team.setdefault(team, {})[rank] = [note for note in notes if note[1] == team]
+    for team, seen in by_team.items():
+        assert sorted(seen) == list(team)
+        assert all(notes == seen[team[0]] for notes in seen.values()), seen
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("workspace_bytes", [1, 100_000, 300_000, 2**30])
+def test_members_of_a_team_launch_collectives_in_one_order(max_in_flight, workspace_bytes):
+    check_one_order(mixed_job, 4, max_in_flight=max_in_flight, workspace_bytes=workspace_bytes)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    count=st.integers(0, 9),
+    expert=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6),
+    workspace_bytes=st.integers(1, 300_000),
+    max_in_flight=st.integers(1, 4),
+)
+def test_experts_that_some_ranks_have_more_of_do_not_change_the_order(
+    count, expert, shapes, workspace_bytes, max_in_flight
+):
+    """Local work differs between ranks: 5 experts on 4 ranks are 2, 2, 1 and 0. What travels must not depend on it."""
+    mesh = Mesh([4])
+    experts = (count, *expert)
+
+    def make(rank):
+        where = mesh.layout(experts, [(0, 0)])
+        stack = parameter("experts", experts, where, rank=rank, view=MatrixView(experts=True))
+        return [stack, *(parameter(f"p{i}", s, mesh.layout(s, [(0, 0)]), rank=rank) for i, s in enumerate(shapes))]
+
+    check_one_order(make, 4, workspace_bytes=workspace_bytes, max_in_flight=max_in_flight)
 
 
 def test_local_work_alone_is_one_wave():

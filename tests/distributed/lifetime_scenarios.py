@@ -1,0 +1,141 @@
+"""What ranks run when one of them dies, or when an optimizer's parameters are replaced under it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from meshmuon import Muon
+from tests.distributed.fault_scenarios import (
+    SETTINGS,
+    TABLE,
+    attempt,
+    give_gradients,
+    groups_of,
+    on_mesh,
+    parameters,
+    place_otherwise,
+)
+from tests.distributed.scenarios import result_of, whole
+
+
+def lose_a_rank(when):
+    """The last rank is killed; the others tell what they saw, and what the optimizer does from then on."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **SETTINGS)
+    give_gradients(params, 0)
+    if when != "before the first step":
+        opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if when.startswith("before"):
+            _die()
+        at = {"during the gather": ("gather", 2), "after the gather": ("scatter", 1), "an error": ("gather", 2)}
+        _break(opt._exchange, *at[when], _fail if when == "an error" else _die)
+    records = {"step": attempt(opt.step, params, opt)}
+    records["step again"] = attempt(opt.step, params, opt)
+    records["state_dict"] = attempt(opt.state_dict)
+    opt.param_groups[0]["eps"] *= 2  # the plan is made anew, the parameters are no better for it
+    records["state_dict of a new plan"] = attempt(opt.state_dict)
+    records["step of a new plan"] = attempt(opt.step, params, opt)
+    opt.load_state_dict(saved)
+    records["state_dict after a reload"] = attempt(opt.state_dict)
+    return records
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail():
+    raise RuntimeError("out of memory")
+
+
+def _break(exchange, name, call, how):
+    """Let something happen at a call of one of the exchange's methods."""
+    method = getattr(exchange, name)
+    calls = []
+
+    def breaking(*arguments):
+        calls.append(1)
+        return how() if len(calls) == call else method(*arguments)
+
+    setattr(exchange, name, breaking)
+
+
+def replace_parameters(how):
+    """An optimizer of plain tensors that has taken a step gets sharded ones instead; three more steps."""
+    place = on_mesh()
+    # A tensor can only be swapped with one of its kind, and keeps its identity: begin with shards cut otherwise.
+    params = parameters(TABLE, place_otherwise() if how == "swapped" else lambda full: full)
+    opt = Muon(groups_of(params), **SETTINGS)
+    if how != "swapped":  # whether momentum survives that is not asked here
+        give_gradients(params, 0)
+        opt.step()
+    sharded = {name: (nn.Parameter(place(whole(tensor.detach()))), view) for name, (tensor, view) in params.items()}
+    between = None
+    if how == "accelerate":
+        for group in opt.param_groups:
+            for i, tensor in enumerate(group["params"]):
+                group["params"][i] = torch.empty(1, dtype=tensor.dtype)
+        between = attempt(lambda: opt.plan)
+    for group in opt.param_groups:
+        for i, name in enumerate(group["param_names"]):
+            if how == "swapped":
+                torch.utils.swap_tensors(group["params"][i], sharded[name][0])
+                sharded[name] = (group["params"][i], sharded[name][1])
+            else:
+                group["params"][i] = sharded[name][0]
+    for seed in range(1, 4):
+        give_gradients(sharded, seed)
+        opt.step()
+    return {
+        "between": between,
+        "states": len(opt.state),
+        "momentum": str(getattr(opt.state[sharded["a"][0]]["momentum_buffer"], "placements", "whole")),
+        "plan": str(opt.plan),
+        "result": result_of(sharded, opt),
+    }
+
+
+def replace_plain(how):
+    """What `replace_parameters` must give: a new optimizer from where the old one had come."""
+    params = parameters(TABLE)
+    if how != "swapped":
+        give_gradients(params, 0)
+        Muon(groups_of(params), **SETTINGS).step()
+    opt = Muon(groups_of(params), **SETTINGS)
+    for seed in range(1, 4):
+        give_gradients(params, seed)
+        opt.step()
+    return result_of(params, opt)
+
+
+def shard_after_construction(tell):
+    """Real `fully_shard` on a model whose optimizer exists; other data on each rank. What differs from the replay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 6))
+    alone = copy.deepcopy(model)
+    opt, straight = (Muon(m, **SETTINGS, overrides={"2.weight": "muon"}) for m in (model, alone))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if tell:
+        now = dict(model.named_parameters())
+        for group in opt.param_groups:
+            group["params"] = [now[name] for name in group["param_names"]]
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        model(torch.randn(5, 10)).square().sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.full_tensor()
+        opt.step()
+        straight.step()
+        model.zero_grad()
+    pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
+    return [name for (name, p), q in pairs if not torch.equal(p.full_tensor(), q)]
