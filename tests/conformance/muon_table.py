@@ -94,7 +94,7 @@ class TaillessAdamW:
     """torch's fused AdamW on copies that are padded to 64 numbers.
 
     torch's CPU kernel rounds what does not fill a vector register otherwise than the rest, so what a number becomes
-    would depend on how a tensor is sharded. Ours leaves no tail; beside torch's own that may be one bit in the last few.
+    would depend on how a tensor is sharded. Ours leaves no tail; that may be a bit in the last few numbers.
     """
 
     def __init__(self, groups: Iterable[Any], **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The owner route on a GPU, in a job of one rank: streams, buffers and lifetimes are real, only the peers are missing."""
+"""The owner route on a GPU, in a job of one rank: streams, buffers and lifetimes are real, only peers are missing."""
 
 import os
 
