@@ -191,7 +191,7 @@ class Muon(Optimizer):
     def _take_step(self, plan: Plan, proceed: Tensor | None) -> None:
         for wave in plan.waves:
             pipeline.run(
-                (pipeline.Journey(self._update(bucket, proceed), bucket.bytes) for bucket in wave),
+                (pipeline.Journey(self._update(bucket, proceed), bucket.bytes_in_flight) for bucket in wave),
                 max_in_flight=self._execution.max_in_flight,
                 workspace_bytes=self._execution.workspace_bytes,
             )

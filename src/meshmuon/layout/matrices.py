@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -54,8 +55,22 @@ def copies_of(parameter: ParameterRecord, *, rank: int) -> tuple[tuple[int, ...]
     layout = parameter.layout
     if layout is None or rank not in layout.ranks:
         return ((rank,),)
-    peers = layout.neighbours(rank, layout.replica_axes)
-    return tuple(sorted(copy_of(parameter, rank=peer) for peer in peers))
+    lead = parameter.routing.view.lead_dims(len(parameter.shape))
+    axes = layout.axes_of(dim for dim in range(len(parameter.shape)) if dim not in lead)
+    return _copies(layout.mesh_shape, layout.ranks, layout.coordinates(rank), axes, layout.replica_axes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _copies(
+    mesh_shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    place: tuple[int, ...],
+    axes: tuple[int, ...],
+    replica_axes: tuple[int, ...],
+) -> tuple[tuple[int, ...], ...]:
+    mesh = ShardLayout((), mesh_shape, ranks, ())
+    rank = mesh.rank_at(place)
+    return tuple(sorted(mesh.neighbours(peer, axes) for peer in mesh.neighbours(rank, replica_axes)))
 
 
 def copy_of(parameter: ParameterRecord, *, rank: int) -> tuple[int, ...]:

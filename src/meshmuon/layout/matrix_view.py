@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -35,6 +35,23 @@ class Block:
     row_shape: tuple[int, ...]
     col_shape: tuple[int, ...]
     lead_index: tuple[int, ...] = ()
+    lead_range: tuple[int, int] | None = None
+
+    def cut(self, at_most: int) -> list[Block]:
+        """Cut a stack into smaller ones along its first leading dim.
+
+        Args:
+            at_most: How many matrices each may hold, if the dims allow.
+
+        Returns:
+            The smaller stacks, in order.
+        """
+        if self.count <= at_most or not self.lead_shape:
+            return [self]
+        first, *others = self.lead_shape
+        step = max(1, at_most // math.prod(others))
+        ranges = [(start, min(start + step, first)) for start in range(0, first, step)]
+        return [replace(self, lead_shape=(stop - start, *others), lead_range=(start, stop)) for start, stop in ranges]
 
     @property
     def count(self) -> int:
@@ -68,6 +85,8 @@ class Block:
             tensor = tensor.unflatten(lead, (view.heads, -1))
         elif view.heads is not None:
             tensor = tensor.unflatten(lead + 1, (view.heads, -1)).movedim(lead + 1, lead)
+        if self.lead_range is not None:
+            tensor = tensor[self.lead_range[0] : self.lead_range[1]]
         return tensor
 
     def unfold(self, stack: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -85,6 +86,11 @@ class Place:
     direction: int
 
 
+@functools.lru_cache(maxsize=1024)
+def _together(copies: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return tuple(sorted(rank for copy in copies for rank in copy))
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """A matrix that several ranks hold together.
@@ -102,7 +108,7 @@ class Share:
     @property
     def team(self) -> tuple[int, ...]:
         """All ranks that take part, ascending."""
-        return tuple(sorted(rank for copy in self.copies for rank in copy))
+        return _together(self.copies)
 
     def copy_of(self, rank: int) -> tuple[int, ...]:
         """Give the replica that a rank belongs to."""

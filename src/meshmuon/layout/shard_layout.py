@@ -139,6 +139,17 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
     return result
 
 
+@functools.lru_cache(maxsize=1024)
+def _neighbours(
+    mesh_shape: tuple[int, ...], ranks: tuple[int, ...], place: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Ranks that differ from a place along some axes only. Cached: a model has few layouts and many parameters."""
+    spans = [range(size) if axis in axes else (place[axis],) for axis, size in enumerate(mesh_shape)]
+    strides = [math.prod(mesh_shape[axis + 1 :]) for axis in range(len(mesh_shape))]
+    found = (sum(map(int.__mul__, point, strides)) for point in itertools.product(*spans))
+    return tuple(sorted(ranks[index] for index in found))
+
+
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """How a tensor lies on a mesh.
@@ -188,6 +199,20 @@ class ShardLayout:
             result.append(coordinate)
         return tuple(reversed(result))
 
+    def rank_at(self, place: tuple[int, ...]) -> int:
+        """Give the rank at a place in the mesh.
+
+        Args:
+            place: One coordinate per axis.
+
+        Returns:
+            Its global rank.
+        """
+        index = 0
+        for size, coordinate in zip(self.mesh_shape, place, strict=True):
+            index = index * size + coordinate
+        return self.ranks[index]
+
     def neighbours(self, rank: int, axes: Iterable[int]) -> tuple[int, ...]:
         """Give the ranks that differ from one along some axes only.
 
@@ -198,12 +223,7 @@ class ShardLayout:
         Returns:
             Global ranks, ascending, with the given one among them.
         """
-        place = self.coordinates(rank)
-        free = set(axes)
-        spans = [range(size) if axis in free else (place[axis],) for axis, size in enumerate(self.mesh_shape)]
-        strides = [math.prod(self.mesh_shape[axis + 1 :]) for axis in range(len(self.mesh_shape))]
-        found = (sum(map(int.__mul__, point, strides)) for point in itertools.product(*spans))
-        return tuple(sorted(self.ranks[index] for index in found))
+        return _neighbours(self.mesh_shape, self.ranks, self.coordinates(rank), tuple(axes))
 
     def region(self, rank: int) -> tuple[Intervals, ...]:
         """Give what a rank holds.

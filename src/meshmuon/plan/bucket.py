@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,8 +66,13 @@ class Bucket:
     @property
     def bytes(self) -> int:
         """Memory it takes during a step on the rank where it takes most: the same number on every rank."""
-        most = max(map(self.computed_by, range(len(self.team))), default=self.computed_by(None))
+        most = max(Counter(self.owners).values(), default=self.computed_by(None))
         return most * workspace_bytes(self.matrices[0], self.recipe)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Memory it takes while it waits. A local bucket never waits: ranks may have different numbers of these."""
+        return 0 if self.route is Route.LOCAL else self.bytes
 
     @property
     def cost(self) -> float:
@@ -212,11 +218,14 @@ def _waves(
 
     [Note: waves] The members of a team must begin and end its collectives in one order. A rank that interleaved buckets
     of two teams would do so otherwise than a member of only one of them. Teams in ascending order cannot wait for each
-    other in a circle. Local buckets wait for nothing: they fill the wait for the first gathers, of which one fewer than
-    may be in flight are begun before them, so that there is workspace left.
+    other in a circle. Local buckets wait for nothing, and where they stand does not change the order of the others:
+    they fill the wait for the first gathers, of which as many are begun before them as leave them workspace.
     """
     first, *others = owned or [[]]
-    begun = max(1, execution.max_in_flight - 1)
+    largest = max((bucket.bytes for bucket in local), default=0)
+    begun = execution.max_in_flight - 1
+    while begun and sum(bucket.bytes for bucket in first[:begun]) + largest > execution.workspace_bytes:
+        begun -= 1
     waves = [[*first[:begun], *local, *first[begun:]], *others]
     numbers = itertools.count()
     return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
@@ -300,7 +309,8 @@ def _local_buckets(matrices: Sequence[Matrix], recipe: Recipe, execution: Execut
     limit = _at_once(first, recipe, execution)
     filled: list[list[Matrix]] = []
     room = 0
-    for matrix in matrices:
+    small = [dataclasses.replace(matrix, block=block) for matrix in matrices for block in matrix.block.cut(limit)]
+    for matrix in small:
         if matrix.count > room or not filled:
             filled.append([])
             room = limit
