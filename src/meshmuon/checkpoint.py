@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from meshmuon._compat import has_fused_adamw
 from meshmuon.errors import CheckpointError, message, some
+from meshmuon.layout.mesh import placements
 from meshmuon.layout.names import normalise_names
 
 STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
@@ -83,6 +84,8 @@ def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
         True if nothing needs to be done.
     """
     if set(state) != set(STATE_KEYS[group["algorithm"]]):
+        return False
+    if any(key != "step" and placements(value) != placements(param) for key, value in state.items()):
         return False
     if group["algorithm"] == "muon":
         buffer = state["momentum_buffer"]

@@ -15,7 +15,7 @@ from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, Sharin
 from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
-from meshmuon.exchange.peers import Peers
+from meshmuon.exchange.peers import Health, Peers
 from meshmuon.groups import (
     check_defaults,
     check_group_parameters,
@@ -25,7 +25,7 @@ from meshmuon.groups import (
 )
 from meshmuon.layout.mesh import mesh_groups
 from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
-from meshmuon.plan.describe import describe_group, describe_groups
+from meshmuon.plan.describe import describe_groups, exact_values
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.routing import Overrides, route_params
@@ -297,13 +297,14 @@ class Muon(Optimizer):
             for param in group["params"]:
                 self._groups.know(mesh_groups(param))
         self._exchange = Exchange(self._groups, rank=plan.rank)
-        settings = {index: describe_group(group) for index, group in enumerate(self.param_groups)}
-        self._peers = Peers(plan, self._groups, settings=settings)
+        settings = {index: exact_values(group) for index, group in enumerate(self.param_groups)}
+        self._peers = Peers(plan, self._groups, settings=settings, health=self._health)
         self._agreement.join(self._peers)
 
     def _start(self) -> None:
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
+        self._health = Health()
         self._snapshot = None
         self._current_plan()
 
@@ -348,6 +349,7 @@ class Muon(Optimizer):
         """
         self._current_plan()
         load_checked(self, state_dict, load=super().load_state_dict)
+        self._health.broken = None
         self._snapshot = None
         self._current_plan()
 

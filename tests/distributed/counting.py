@@ -147,3 +147,32 @@ def groups_of(params):
 
 def plain(event):
     return tuple(part.value if isinstance(part, Route) else part for part in event)
+
+
+def count_new_groups():
+    """How many process groups are made by the first optimizer on a mesh, by loading a state, and by another one."""
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    where = [R, S(0), S(1)]
+    full = tensor_for("parameter", "w", (24, 36), torch.float32)
+    param = torch.nn.Parameter(shard(full, mesh, where))
+    made = []
+    new_group = dist.new_group
+
+    def counted(*arguments, **more):
+        made[-1] += 1
+        return new_group(*arguments, **more)
+
+    def step(opt):
+        param.grad = shard(full, mesh, where)
+        opt.step()
+
+    with mock.patch.object(dist, "new_group", counted):
+        made.append(0)
+        opt = Muon([("w", param)], share_replicas="never")
+        step(opt)
+        made.append(0)
+        opt.load_state_dict(opt.state_dict())
+        step(opt)
+        made.append(0)
+        step(Muon([("w", param)], share_replicas="never"))
+    return made

@@ -263,3 +263,50 @@ def differing(job, answers):
             if answer[key] != _packed(piece_of(value, param, rank)):
                 wrong.append((key, rank))
     return wrong
+
+
+# ---------------------------------------------------------------- ranks outside a mesh
+
+
+def run_with_outsiders(members):
+    """A parameter on all ranks, and one on some: the others hold an empty DTensor of it, as torch has it."""
+    rank = dist.get_rank()
+    everyone = tuple(range(dist.get_world_size()))
+    params = {
+        name: {
+            "shape": (8, 6),
+            "view": {},
+            "mesh": {"shape": (len(ranks),), "ranks": tuple(ranks), "axis": None},
+            "placements": [("S", 0)],
+            "dtype": "float32",
+            "without_gradient": (),
+        }
+        for name, ranks in {"all": everyone, "some": members}.items()
+    }
+    job = {"params": params, "settings": {"lr": 0.02}}
+
+    def give(full, param):
+        if rank in param["mesh"]["ranks"]:
+            return sharded(full, param, rank)
+        mesh = device_mesh(param["mesh"]["shape"], param["mesh"]["ranks"])
+        empty = torch.empty(0)
+        return DTensor.from_local(empty, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+
+    tensors = {name: torch.nn.Parameter(give(initial(param, name), param)) for name, param in params.items()}
+    problem = None
+    try:
+        Muon(groups_for(job, tensors), **job["settings"])
+    except Exception as error:
+        problem = f"rank {rank}: {error}"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if any(problems):  # nobody steps: a step would wait for those who cannot
+        return [each for each in problems if each]
+    result = take_steps(job, tensors, give)
+    expected = run_plain(job)
+    wrong = []
+    for key, value in expected.items():
+        param = params[key.split(".")[0]]
+        if rank in param["mesh"]["ranks"] and not torch.equal(result[key]._local_tensor, piece_of(value, param, rank)):
+            wrong.append(key)
+    return wrong

@@ -80,3 +80,8 @@ def test_one_unscaled_shard_is_noticed(pool, sabotage):
     answers = pool(3).run(random_layouts.run_jobs, [FIXED], sabotage)
     wrong = random_layouts.differing(FIXED, [answer[0] for answer in answers])
     assert {rank for key, rank in wrong if key == "p0"} == ({0, 1, 2} if sabotage else set())
+
+
+def test_ranks_outside_a_mesh_have_nothing_to_do_for_it(pool):
+    """torch gives them an empty 1-D local tensor."""
+    assert pool(3).run(random_layouts.run_with_outsiders, (0, 1)) == [[], [], []]

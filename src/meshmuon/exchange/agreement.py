@@ -16,17 +16,26 @@ from torch import Tensor
 
 from meshmuon.config import NonFinite
 from meshmuon.errors import GradientMismatchError, NonFiniteGradientError, NonFiniteGradientWarning, message, some
-from meshmuon.exchange.peers import Peers
+from meshmuon.exchange.peers import AgreedRefusalError, Peers
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A parameter's gradient, if it has one, and the largest magnitude its arithmetic can take."""
+    """A parameter's gradient, if it has one.
+
+    Attributes:
+        name: The parameter.
+        grad: What this rank holds of the gradient.
+        largest: The largest magnitude its arithmetic can take.
+        shared: Whether other ranks hold the parameter too.
+        refused: Why the gradient cannot be used at all, if so.
+    """
 
     name: str
     grad: Tensor | None
     largest: float
     shared: bool
+    refused: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class _Report:
     Attributes:
         step: Which step it is about.
         names: The parameters.
-        bad: For each, whether a gradient was not usable on any rank; one more for parameters of other meshes.
+        bad: For each, whether a gradient was not usable on any rank; one more for anything on a connected mesh.
         torn: For each, whether some ranks had a gradient and some had none.
         overflow: Whether GradScaler saw an overflow.
         arrived: When it is here; None if it is.
@@ -87,12 +96,15 @@ class Agreement:
         Raises:
             NonFiniteGradientError: Under "raise", if a gradient is not finite. Nothing has been changed.
             GradientMismatchError: If only some ranks have a gradient for a parameter they share. Likewise.
+            AgreedRefusalError: Holds this rank's own error about a gradient; its peers raise too.
         """
         self.collect(wait=False)
         self._steps += 1
         if not isinstance(found_inf, Tensor):
             found_inf = None  # GradScaler gives the number 0 when there is no gradient at all
         read = self._policy != "ignore"
+        if self._peers is None and (refused := next((w.refused for w in watched if w.refused), None)):
+            raise AgreedRefusalError(refused)
         if self._peers is None and found_inf is None and not (read and any(w.grad is not None for w in watched)):
             return Verdict(go=True)
         report = self._report(watched, found_inf=found_inf, unscale=unscale, read=read)
@@ -113,12 +125,36 @@ class Agreement:
         overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
         torn = torch.zeros_like(bad)
         if self._peers is not None:
-            absent = _on(device, [w.shared and w.grad is None for w in watched])
-            present = _on(device, [w.shared and w.grad is not None for w in watched])
-            scaled = overflow.ne(0).expand(len(watched))
-            all_ranks = self._peers.combine(torch.stack([bad, absent, present, scaled]).to(torch.int32)).bool()
-            bad, torn, overflow = all_ranks[0], (all_ranks[1] & all_ranks[2])[:-1], all_ranks[3].any().float()
+            rows = [
+                bad,
+                _on(device, [w.shared and w.grad is None for w in watched]),
+                _on(device, [w.shared and w.grad is not None for w in watched]),
+                _on(device, [w.refused is not None for w in watched]),
+            ]
+            bad, absent, present, refused = self._peers.combine(torch.stack(rows).to(torch.int32)).bool()
+            torn = absent & present & ~refused
+            flags = torch.stack([bad.any(), torn.any(), refused.any(), overflow.ne(0)]).to(torch.int32)
+            any_bad, any_torn, any_refused, any_overflow = self._peers.spread(flags).bool().unbind()
+            bad, torn, overflow = (
+                torch.cat([bad, any_bad[None]]),
+                torch.cat([torn, any_torn[None]]),
+                any_overflow.float(),
+            )
+            if device.type == "cpu":
+                if bool(any_refused):
+                    self._raise_refusal(watched, refused)
+            else:  # nothing is written, and it is reported with the others when the answer has arrived
+                torn = torch.cat([torn[:-1] | refused, any_torn[None] | any_refused[None]])
         return _Report(self._steps, tuple(w.name for w in watched), bad, torn, overflow)
+
+    def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
+        mine = next((w.refused for w in watched if w.refused is not None), None)
+        if mine is not None:
+            raise AgreedRefusalError(mine)
+        names = [w.name for w, elsewhere in zip(watched, refused.tolist(), strict=True) if elsewhere]
+        found = f"the gradient of {some(names) or 'a parameter of another mesh'} cannot be used on another rank"
+        do = "Nothing was changed. That rank says why"
+        raise GradientMismatchError(message(f"step {self._steps}", found=found, do=do))
 
     def collect(self, *, wait: bool) -> None:
         """Count and warn about the answers that have arrived since.
@@ -145,7 +181,8 @@ class Agreement:
 
     def _account(self, report: _Report, watched: Sequence[Watched] | None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
-        if torn := [name for name, split in zip(report.names, report.torn.tolist(), strict=True) if split]:
+        names = (*report.names, "a parameter of another mesh")
+        if torn := [name for name, split in zip(names, report.torn.tolist(), strict=False) if split]:
             raise GradientMismatchError(self._torn_message(report.step, torn, watched))
         if bool(report.overflow.item()):
             self._overflows += 1  # GradScaler expects these and lowers its scale: no reason to warn

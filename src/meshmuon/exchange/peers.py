@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,18 @@ from meshmuon.exchange.groups import Groups
 from meshmuon.plan.bucket import Plan, digest, fingerprint
 
 Ranks = tuple[int, ...]
+_MESHES_IN_A_CHAIN = 4
+
+
+@dataclass(slots=True)
+class Health:
+    """Whether a collective failed in the middle of a step, and how. Outlives plans; a loaded checkpoint heals it."""
+
+    broken: str | None = None
+
+
+class AgreedRefusalError(Exception):
+    """Carries an error of this rank that every peer has heard of: nothing was changed, nothing is broken."""
 
 
 class Peers:
@@ -30,12 +43,13 @@ class Peers:
     proven once, by comparing fingerprints; from then on, what they send each other depends on the plan alone.
     """
 
-    def __init__(self, plan: Plan, groups: Groups, *, settings: Mapping[int, str]) -> None:
+    def __init__(self, plan: Plan, groups: Groups, *, settings: Mapping[int, str], health: Health) -> None:
         self._plan = plan
         self._groups = groups
         self._settings = settings
+        self._health = health
         self._met = False
-        self._broken: str | None = None
+        self._everyone: Ranks = ()
         self._assemblies: dict[Ranks, list[int]] = {}
         for index, parameter in enumerate(plan.parameters):
             if parameter.layout is not None and len(parameter.layout.ranks) > 1 and plan.rank in parameter.layout.ranks:
@@ -52,8 +66,8 @@ class Peers:
         Raises:
             BrokenOptimizerError: If one did.
         """
-        if self._broken is not None:
-            found = f"an earlier step lost a rank ({self._broken})"
+        if self._health.broken is not None:
+            found = f"an earlier step lost a rank ({self._health.broken})"
             do = "Parameters may be half updated: reload a checkpoint on all ranks"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do))
 
@@ -68,12 +82,14 @@ class Peers:
         try:
             yield
         except (PlanMismatchError, GradientMismatchError, NonFiniteGradientError):
-            raise  # every peer raises the same, and nothing was changed
+            raise  # every peer raises too, and nothing was changed
+        except AgreedRefusalError as refusal:
+            raise refusal.args[0] from None
         except Exception as error:
             if self.alone:
                 raise
-            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            found = f"a step failed on rank {self._plan.rank} ({self._broken})"
+            self._health.broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            found = f"a step failed on rank {self._plan.rank} ({self._health.broken})"
             do = "A peer is gone or failed. Parameters may be half updated: reload a checkpoint on all ranks"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
 
@@ -85,11 +101,24 @@ class Peers:
         """
         if self._met:
             return
-        teams = {bucket.team for bucket in self._plan.buckets if bucket.team}
-        self._groups.ensure(teams | set(self._assemblies))
+        self._groups.ensure(set(self._assemblies))
         for ranks, indices in sorted(self._assemblies.items()):
-            self._compare(ranks, fingerprint((self._plan.parameters[i] for i in indices), self._settings))
+            shared = [self._plan.parameters[i] for i in indices]
+            lines = fingerprint(shared, settings=self._settings, execution=self._plan.execution)
+            self._compare(ranks, lines)
+        self._everyone = self._connected()
+        self._groups.ensure({bucket.team for bucket in self._plan.buckets if bucket.team} | {self._everyone} - {()})
         self._met = True
+
+    def _connected(self) -> Ranks:
+        """All ranks that meshes connect with this one: through a rank that two meshes have in common, and so on."""
+        known = set(self._assemblies)
+        for _ in range(_MESHES_IN_A_CHAIN):
+            for ranks in sorted(self._assemblies):
+                answers: list[set[Ranks]] = [set() for _ in ranks]
+                dist.all_gather_object(answers, known, group=self._groups[ranks])
+                known = known.union(*answers)
+        return tuple(sorted({rank for ranks in known for rank in ranks}))
 
     def _compare(self, ranks: Ranks, lines: list[str]) -> None:
         group = self._groups[ranks]
@@ -105,26 +134,34 @@ class Peers:
         raise PlanMismatchError(_difference(ranks, texts))
 
     def combine(self, status: Tensor) -> Tensor:
-        """Take the element-wise maximum over all peers.
+        """Take the element-wise maximum over the ranks that hold each parameter.
 
         Args:
             status: (rows, parameters), int32, of this rank.
 
         Returns:
-            The same for all of them. A last column carries, row by row, what concerns parameters of other meshes.
+            The same shape, the same on all of them.
         """
-        combined = torch.cat([status, status.amax(dim=1, keepdim=True) if status.shape[1] else status], dim=1)
-        # With several meshes, what one assembly learns must reach those it overlaps with: as many rounds as there are.
-        for _ in self._assemblies:
-            for ranks, indices in sorted(self._assemblies.items()):
-                chosen = [*indices, combined.shape[1] - 1]
-                part = torch.stack([combined[:, i] for i in chosen], dim=1)
-                dist.all_reduce(part, op=dist.ReduceOp.MAX, group=self._groups[ranks])
-                columns = list(combined.unbind(1))
-                for i, column in zip(chosen, part.unbind(1), strict=True):
-                    columns[i] = column
-                combined = torch.stack(columns, dim=1)
-        return combined
+        columns = list(status.unbind(1))
+        for ranks, indices in sorted(self._assemblies.items()):
+            part = torch.stack([columns[i] for i in indices], dim=1)
+            dist.all_reduce(part, op=dist.ReduceOp.MAX, group=self._groups[ranks])
+            for i, column in zip(indices, part.unbind(1), strict=True):
+                columns[i] = column
+        return torch.stack(columns, dim=1)
+
+    def spread(self, flags: Tensor) -> Tensor:
+        """Take the maximum over all connected ranks: what one mesh has learned must stop the others as well.
+
+        Args:
+            flags: int32, the same on all ranks of a mesh.
+
+        Returns:
+            The same on all of them.
+        """
+        if self._everyone not in self._assemblies:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups[self._everyone])
+        return flags
 
     def ranks_without(self, missing: Sequence[str]) -> dict[str, list[int]]:
         """Ask who has no gradient for which parameter. Every peer must ask.
@@ -146,14 +183,17 @@ class Peers:
         return found
 
 
+_NONE = "(no such parameter)"
+
+
 def _difference(ranks: Ranks, texts: Sequence[Sequence[str]]) -> str:
     """Name the first line in which ranks differ from the lowest of them, and which ranks do."""
     longest = max(map(len, texts))
     for number in range(longest):
-        lines = [text[number] if number < len(text) else "(no such parameter)" for text in texts]
+        lines = [text[number] if number < len(text) else _NONE for text in texts]
         odd = [(rank, line) for rank, line in zip(ranks, lines, strict=True) if line != lines[0]]
         if odd:
-            subject = next(line for line in (lines[0], odd[0][1]) if not line.startswith("(")).split(" ", 1)[0]
+            subject = next((line for line in (lines[0], odd[0][1]) if line != _NONE), _NONE).split(" ", 1)[0]
             found = (
                 f"parameter number {number} is not the same on all ranks; rank {ranks[0]} has [{lines[0]}], "
                 f"rank {odd[0][0]} has [{odd[0][1]}] (ranks that differ: {some(str(rank) for rank, _ in odd)})"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.assign import balance
 from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
@@ -186,6 +188,19 @@ def describe_group(group: Mapping[str, Any]) -> str:
     shown = {key: value for key, value in group.items() if key not in _NOT_SHOWN and value not in (None, {})}
     values = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
     return f"{group['algorithm']}, {len(group['params'])} tensors, {values}"
+
+
+def exact_values(group: Mapping[str, Any]) -> str:
+    """Put the hyper-parameters of one group into words that differ if any of them does.
+
+    Args:
+        group: The group.
+
+    Returns:
+        Every value, with all digits.
+    """
+    values = ((key, value) for key, value in group.items() if key not in _NOT_SHOWN)
+    return ", ".join(f"{key}={value.tolist() if isinstance(value, Tensor) else value!r}" for key, value in values)
 
 
 def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:

@@ -115,6 +115,10 @@ class LocalTensors:
         for record in plan.parameters:
             param = self._parameter(record)
             largest = largest_gradient(param, self._state[param].get("momentum_buffer"))
-            grad = None if param.grad is None else usable_gradient(record.name, param)
-            watched.append(Watched(record.name, grad, largest, shared=record.layout is not None))
+            grad, refused = None, None
+            try:
+                grad = None if param.grad is None else usable_gradient(record.name, param)
+            except (TypeError, ValueError) as error:
+                refused = error  # told to the peers before it is raised, or they would wait for this rank
+            watched.append(Watched(record.name, grad, largest, record.layout is not None, refused))
         return watched

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshmuon.layout.mesh import placements
 from meshmuon.plan.bucket import Plan
 
 # What a plan depends on. Every other hyper-parameter is read anew at each step.
 _PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
     """A tensor as it was. Held by reference: its id alone may be given to another tensor once it is gone."""
 
@@ -23,10 +24,19 @@ class _Seen:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    placements: object
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Seen:
+        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, placements(tensor))
 
     def is_same(self, tensor: Tensor) -> bool:
-        now = (tensor.shape, tensor.dtype, tensor.device)
-        return tensor is self.tensor and now == (self.shape, self.dtype, self.device)
+        return tensor is self.tensor and _Seen.of(tensor) == self
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _Seen)
+        mine = (self.shape, self.dtype, self.device, self.placements)
+        return mine == (other.shape, other.dtype, other.device, other.placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ class Snapshot:
         Returns:
             The snapshot.
         """
-        tensors = tuple(tuple(_Seen(p, p.shape, p.dtype, p.device) for p in group["params"]) for group in param_groups)
+        tensors = tuple(tuple(map(_Seen.of, group["params"])) for group in param_groups)
         return cls(plan, _settings(param_groups), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:

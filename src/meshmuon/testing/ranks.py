@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -74,7 +75,8 @@ class RankPool:
             For each rank, (True, what it returned) or (False, the traceback).
         """
         for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, arguments))
+            with contextlib.suppress(ConnectionError):  # a rank that is gone does not answer either
+                pipe.send((function.__module__, function.__qualname__, arguments))
         return [self._answer(rank) for rank in range(self.size)]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
