@@ -249,7 +249,6 @@ def test_a_gradient_that_lies_otherwise_is_refused_and_breaks_nothing(job, kind)
         assert_took_place(next_one)
 
 
-@pytest.mark.xfail(strict=True, reason="the others wait for the rank that refused alone, until the timeout")
 def test_a_gradient_that_lies_otherwise_on_one_rank_is_refused_by_all(job):
     for good, misplaced, next_one in job.run(fault_scenarios.misplaced_gradient, "partial", [1]):
         assert_took_place(good)
@@ -286,6 +285,7 @@ def test_fully_shard_after_the_optimizer_was_made(job):
     assert job.run(lifetime_scenarios.shard_after_construction, True) == [[]] * RANKS
 
 
+@pytest.mark.xfail(strict=True, reason="open: FSDP2 replaces the module's parameters, the groups keep the old ones")
 def test_fully_shard_after_the_optimizer_was_made_and_nobody_told_it(job):
     """Either right, or an error: never an optimizer that silently trains tensors nobody uses any more."""
     for ok, answer in job.outcomes(lifetime_scenarios.shard_after_construction, False):

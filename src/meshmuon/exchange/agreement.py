@@ -130,10 +130,11 @@ class Agreement:
                 _on(device, [w.shared and w.grad is None for w in watched]),
                 _on(device, [w.shared and w.grad is not None for w in watched]),
                 _on(device, [w.refused is not None for w in watched]),
+                overflow.ne(0).expand(len(watched)),
             ]
-            bad, absent, present, refused = self._peers.combine(torch.stack(rows).to(torch.int32)).bool()
+            bad, absent, present, refused, scaled = self._peers.combine(torch.stack(rows).to(torch.int32)).bool()
             torn = absent & present & ~refused
-            flags = torch.stack([bad.any(), torn.any(), refused.any(), overflow.ne(0)]).to(torch.int32)
+            flags = torch.stack([bad.any(), torn.any(), refused.any(), scaled.any()]).to(torch.int32)
             any_bad, any_torn, any_refused, any_overflow = self._peers.spread(flags).bool().unbind()
             bad, torn, overflow = (
                 torch.cat([bad, any_bad[None]]),
@@ -181,9 +182,11 @@ class Agreement:
 
     def _account(self, report: _Report, watched: Sequence[Watched] | None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
-        names = (*report.names, "a parameter of another mesh")
-        if torn := [name for name, split in zip(names, report.torn.tolist(), strict=False) if split]:
-            raise GradientMismatchError(self._torn_message(report.step, torn, watched))
+        torn = [name for name, split in zip(report.names, report.torn.tolist(), strict=False) if split]
+        if bool(report.torn.any()):
+            raise GradientMismatchError(
+                self._torn_message(report.step, torn or ["a parameter of another mesh"], watched)
+            )
         if bool(report.overflow.item()):
             self._overflows += 1  # GradScaler expects these and lowers its scale: no reason to warn
             return False

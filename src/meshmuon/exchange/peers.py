@@ -107,18 +107,19 @@ class Peers:
             lines = fingerprint(shared, settings=self._settings, execution=self._plan.execution)
             self._compare(ranks, lines)
         self._everyone = self._connected()
-        self._groups.ensure({bucket.team for bucket in self._plan.buckets if bucket.team} | {self._everyone} - {()})
+        teams = {bucket.team for bucket in self._plan.buckets if bucket.team}
+        self._groups.ensure(teams | ({self._everyone} if self._everyone else set()))
         self._met = True
 
     def _connected(self) -> Ranks:
-        """All ranks that meshes connect with this one: through a rank that two meshes have in common, and so on."""
+        """All ranks that several meshes connect with this one, through ranks they have in common; nobody for one mesh."""
         known = set(self._assemblies)
         for _ in range(_MESHES_IN_A_CHAIN):
             for ranks in sorted(self._assemblies):
                 answers: list[set[Ranks]] = [set() for _ in ranks]
                 dist.all_gather_object(answers, known, group=self._groups[ranks])
                 known = known.union(*answers)
-        return tuple(sorted({rank for ranks in known for rank in ranks}))
+        return tuple(sorted({rank for ranks in known for rank in ranks})) if len(known) > 1 else ()
 
     def _compare(self, ranks: Ranks, lines: list[str]) -> None:
         group = self._groups[ranks]
@@ -159,7 +160,7 @@ class Peers:
         Returns:
             The same on all of them.
         """
-        if self._everyone not in self._assemblies:
+        if self._everyone:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups[self._everyone])
         return flags
 
