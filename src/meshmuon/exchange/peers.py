@@ -112,7 +112,7 @@ class Peers:
         self._met = True
 
     def _connected(self) -> Ranks:
-        """All ranks that several meshes connect with this one, through ranks they have in common; nobody for one mesh."""
+        """All ranks that several meshes connect with this one, through ranks they share; nobody for one mesh."""
         known = set(self._assemblies)
         for _ in range(_MESHES_IN_A_CHAIN):
             for ranks in sorted(self._assemblies):
