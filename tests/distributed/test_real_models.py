@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from meshmuon import View
 from tests.distributed import real_models
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
@@ -53,7 +54,7 @@ def test_training_is_that_of_one_process_in_more_cases(pool, case):
     [
         {"nesterov": False, "weight_decay_mode": "cautious", "adjust_lr_fn": "original"},
         {"weight_decay_mode": "l2", "ns_coefficients": "keller", "max_in_flight": 1, "workspace_bytes": 1},
-        {"overrides": {"*.attention.[qkv].weight": {"heads": 2}}},
+        {"overrides": {"*.attention.[qkv].weight": View(heads=3)}},
         {"release_grads": True},
     ],
     ids=str,

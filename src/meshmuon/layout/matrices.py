@@ -30,6 +30,8 @@ def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
         ValueError: If the view does not fit the parameter.
     """
     view = parameter.routing.view
+    if parameter.layout is not None and rank not in parameter.layout.ranks:
+        return ()  # it lies on a mesh that this rank is not part of
     view.blocks(parameter.name, parameter.shape)  # the view must fit the logical shape, whatever lies here
     copy = copy_of(parameter, rank=rank)
     if len(copy) == 1 and parameter.route != "owner":

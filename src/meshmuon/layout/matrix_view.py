@@ -6,6 +6,7 @@ is a strided view of the parameter, so momentum and update work on it in place.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -35,23 +36,27 @@ class Block:
     row_shape: tuple[int, ...]
     col_shape: tuple[int, ...]
     lead_index: tuple[int, ...] = ()
-    lead_range: tuple[int, int] | None = None
+    lead_ranges: tuple[tuple[int, int], ...] = ()
 
     def cut(self, at_most: int) -> list[Block]:
-        """Cut a stack into smaller ones along its first leading dim.
+        """Cut a stack into smaller ones along its leading dims.
 
         Args:
-            at_most: How many matrices each may hold, if the dims allow.
+            at_most: How many matrices each may hold.
 
         Returns:
             The smaller stacks, in order.
         """
         if self.count <= at_most or not self.lead_shape:
             return [self]
-        first, *others = self.lead_shape
-        step = max(1, at_most // math.prod(others))
-        ranges = [(start, min(start + step, first)) for start in range(0, first, step)]
-        return [replace(self, lead_shape=(stop - start, *others), lead_range=(start, stop)) for start, stop in ranges]
+        per_dim = []
+        for dim, size in enumerate(self.lead_shape):
+            step = min(size, max(1, at_most // math.prod(self.lead_shape[dim + 1 :])))
+            per_dim.append([(start, min(start + step, size)) for start in range(0, size, step)])
+        return [
+            replace(self, lead_shape=tuple(stop - start for start, stop in ranges), lead_ranges=ranges)
+            for ranges in itertools.product(*per_dim)
+        ]
 
     @property
     def count(self) -> int:
@@ -85,8 +90,8 @@ class Block:
             tensor = tensor.unflatten(lead, (view.heads, -1))
         elif view.heads is not None:
             tensor = tensor.unflatten(lead + 1, (view.heads, -1)).movedim(lead + 1, lead)
-        if self.lead_range is not None:
-            tensor = tensor[self.lead_range[0] : self.lead_range[1]]
+        for dim, (start, stop) in enumerate(self.lead_ranges):
+            tensor = tensor.narrow(dim, start, stop - start)
         return tensor
 
     def unfold(self, stack: Tensor) -> Tensor:

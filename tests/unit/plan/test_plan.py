@@ -413,7 +413,7 @@ def lines_of(**changes):
     settings = {0: changes.pop("settings", "lr=0.1"), 1: "lr=0.2"}
     rank = changes.pop("rank", 0)
     records = [parameter(name, shape, mesh.layout(shape, cuts), rank=rank, **changes) for name in names]
-    return digest(fingerprint(records, settings))
+    return digest(fingerprint(records, settings=settings, execution=Execution()))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
