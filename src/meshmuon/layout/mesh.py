@@ -83,8 +83,8 @@ def mesh_groups(tensor: Tensor) -> dict[tuple[int, ...], Any]:
     Returns:
         Global ranks, ascending → the group.
     """
-    if not isinstance(tensor, DTensor):
-        return {}
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return {}  # a rank outside the mesh is in none of its groups
     groups = (tensor.device_mesh.get_group(axis) for axis in range(tensor.device_mesh.ndim))
     return {tuple(sorted(ranks_of(group))): group for group in groups}
 
