@@ -46,6 +46,8 @@ class TorchOperations:
             inner = gram * c
             inner.diagonal(dim1=-2, dim2=-1).add_(b)
             result = torch.bmm(gram, inner)
+        elif c == 0.0:
+            result = gram * b  # torch's bf16 baddbmm is wrong on a CPU for alpha = 0
         else:
             result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         # Folding a·I in here makes the last product a plain one; measured as accurate as adding a·x to it.

@@ -118,6 +118,20 @@ def test_auto_restarts_survive_a_fuzz_of_low_ranks(name, steps, dtype):
         assert torch.linalg.matrix_norm(y.double(), 2).max() <= 1.35
 
 
+def test_many_keller_steps_in_the_gram_form_stay_bounded_in_fp32():
+    u, v = (torch.linalg.qr(torch.randn(s, 96, generator=torch.Generator().manual_seed(s))).Q for s in (96, 160))
+    x = (u * torch.logspace(0, -9, 96)) @ v.T
+    y = orthogonalize(x, coefficients="keller", steps=20, form="gram")
+    assert torch.linalg.matrix_norm(y.double(), 2) <= 1.35
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_cubic_step_is_right_in_every_dtype(dtype):
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    got = orthogonalize(x, coefficients=(1.5, -0.5, 0.0), dtype=dtype)
+    assert distance(got, plain_newton_schulz(x, ((1.5, -0.5, 0.0),) * 5)) < 5e-2
+
+
 def test_auto_takes_the_cheaper_form_and_fp32_on_a_cpu():
     def recipe(m, n):
         return choose_recipe(
