@@ -1,193 +1,22 @@
-"""Parameter groups: what a user may write in one, and the plain, checked, complete form it takes in the optimizer.
-
-A group dict holds numbers, strings and tuples only, so that it pickles and loads with `weights_only=True`.
-"""
+"""From a group as a user may write it to its plain, checked, complete form, and to records."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor
 
-from meshmuon.config import (
-    Algorithm,
-    LRRule,
-    RouteChoice,
-    WeightDecayMode,
-    check_betas,
-    check_bool,
-    check_lr,
-    check_number,
-    check_state_dtype,
-    check_word,
-)
+from meshmuon.config import Algorithm, check_bool, check_word
 from meshmuon.errors import message, some
+from meshmuon.groups.keys import FOREIGN, KEYS, STRUCTURE, Check
+from meshmuon.groups.unknown import refuse_others_keys, refuse_unknown
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.mesh import layout_of, local
 from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.tensors import check_parameter
 from meshmuon.polar.coefficients import plain_coefficients, resolve_schedule
-
-_Check = Callable[[str, Any], Any]
-
-_non_negative: _Check = partial(check_number, low=0.0)
-_positive: _Check = partial(check_number, low=0.0, open_low=True)
-
-
-def _check_rule(name: str, value: Any) -> str:
-    return "original" if value is None else check_word(name, value, get_args(LRRule))
-
-
-def _check_view(name: str, value: Any) -> dict[str, Any]:
-    return MatrixView.of(value).as_dict()
-
-
-def _check_route(name: str, value: Any) -> str:
-    if value == "gram":
-        raise ValueError(message(name, found="'gram' is not in this version", do='Use "auto" or "owner"'))
-    return check_word(name, value, get_args(RouteChoice))
-
-
-def _keep(name: str, value: Any) -> Any:
-    return value
-
-
-# The hyper-parameters of each algorithm: name → check. `_keep` ones are checked together, below.
-MUON_KEYS: dict[str, _Check] = {
-    "lr": check_lr,
-    "weight_decay": _non_negative,
-    "momentum": partial(check_number, low=0.0, high=1.0, open_high=True),
-    "nesterov": check_bool,
-    "ns_coefficients": _keep,
-    "eps": _positive,
-    "ns_steps": _keep,
-    "adjust_lr_fn": _check_rule,
-    "extra_scale_factor": _positive,
-    "weight_decay_mode": lambda name, value: check_word(name, value, get_args(WeightDecayMode)),
-    "state_dtype": check_state_dtype,
-    "view": _check_view,
-    "route": _check_route,
-}
-ADAMW_KEYS: dict[str, _Check] = {
-    "lr": check_lr,
-    "weight_decay": _non_negative,
-    "betas": check_betas,
-    "eps": _positive,
-    "adamw_lr_ratio": _non_negative,
-    "decay_vectors": check_bool,
-}
-_CONSTRUCTOR_NAMES = {("adamw", "eps"): "adamw_eps", ("adamw", "weight_decay"): "adamw_weight_decay"}
-_KEYS = {"muon": MUON_KEYS, "adamw": ADAMW_KEYS}
-_STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind")
-# Written into groups by torch's schedulers.
-_FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-# Of the distributed routes, which this version does not have yet.
-_LATER = ("mode", "sharded")
-
-_LATER_ARGUMENTS = {
-    "qk_clip": None,
-    "process_group": None,
-    "grad_sync": "none",
-    "max_grad_norm": None,
-    "sharded": None,
-    "offload": False,
-}
-
-_OTHERS_WORDS = {
-    "warmup_step": "max_in_flight",
-    "num_ns_steps": "ns_steps",
-    "backend_steps": "ns_steps",
-    "newton_schulz_steps": "ns_steps",
-    "coefficients": "ns_coefficients",
-    "mu": "momentum",
-    "beta1": "betas",
-    "wd": "weight_decay",
-    "learning_rate": "lr",
-    "adjust_lr": "adjust_lr_fn",
-    "scale_mode": "adjust_lr_fn",
-    "rms_scale": "adjust_lr_fn",
-    "adamw_betas": "betas",
-    "adam_betas": "betas",
-    "adam_eps": "adamw_eps",
-    "epsilon": "adamw_eps",
-    "adamw_lr": "adamw_lr_ratio",
-    "adam_lr": "adamw_lr_ratio",
-    "fallback_lr_scale": "adamw_lr_ratio",
-    "adamw_wd": "adamw_weight_decay",
-    "chunk_size": "workspace_bytes",
-    "none_grad": "release_grads",
-    "clip_config": "qk_clip",
-    "is_muon_func": "overrides",
-    "distributed_mesh": "process_group",
-    "cautious_wd": "weight_decay_mode",
-}
-_TORCH_FLAGS = {
-    "maximize": "Negate the loss instead",
-    "foreach": "Tensors are always processed together where that helps",
-    "fused": "AdamW parameters always use torch's fused kernels where there are any",
-    "capturable": "No value is read back from the device during a step, so nothing needs to be switched on",
-    "differentiable": "The orthogonalization is not meant to be differentiated through",
-}
-
-
-def refuse_keywords(given: Mapping[str, Any], *, known: Callable[..., Any]) -> None:
-    """Refuse what the constructor has no argument for.
-
-    Args:
-        given: The keywords and their values.
-        known: The constructor.
-
-    Raises:
-        TypeError: If a keyword is unknown; suggests ours.
-        ValueError: If it asks for something this version does not have.
-    """
-    for name, value in given.items():
-        if name in _LATER_ARGUMENTS and value != _LATER_ARGUMENTS[name]:
-            do = f"Leave it at {_LATER_ARGUMENTS[name]!r}"
-            raise ValueError(message(name, found=f"{value!r} is not in this version", do=do))
-    ours = [name for name in inspect.signature(known).parameters if name not in ("self", "unknown")]
-    refuse_unknown([name for name in given if name not in _LATER_ARGUMENTS], ours, where="Muon(...)")
-
-
-def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) -> None:
-    """Refuse keywords that are not ours, saying which of ours was probably meant.
-
-    Args:
-        unknown: The keywords.
-        known: Ours.
-        where: What was called or written, for the message.
-
-    Raises:
-        TypeError: If there is any.
-    """
-    for name in unknown:
-        if name in _TORCH_FLAGS:
-            raise TypeError(message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name]))
-        near = difflib.get_close_matches(name, known, n=1)
-        meant = _OTHERS_WORDS.get(name) or (near[0] if near else None)
-        do = f"Did you mean {meant!r}?" if meant else f"Known are: {', '.join(known)}"
-        raise TypeError(message(f"{where} {name!r}", found="unknown", do=do))
-
-
-def check_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the constructor's own values, under the constructor's names.
-
-    Args:
-        defaults: Per algorithm, name → value.
-
-    Raises:
-        TypeError: If a value is of the wrong type.
-        ValueError: If a value is out of range.
-    """
-    for algorithm, values in defaults.items():
-        for key, check in _KEYS[algorithm].items():
-            check(_CONSTRUCTOR_NAMES.get((algorithm, key), key), values[key])
-    resolve_schedule(defaults["muon"]["ns_coefficients"], defaults["muon"]["ns_steps"])
 
 
 def complete_group(
@@ -212,30 +41,21 @@ def complete_group(
         raise TypeError(message(where, found=f"{type(group).__name__}", do='Write {"params": [...], ...}'))
     params = named_params(group, where=where)
     algorithm = _algorithm(group, params, where=where)
-    keys = _KEYS[algorithm]
-    unknown = [key for key in group if key not in (*_STRUCTURE, *_FOREIGN, *keys)]
-    _refuse_others_keys(unknown, algorithm, where=where)
+    keys = KEYS[algorithm]
+    unknown = [key for key in group if key not in (*STRUCTURE, *FOREIGN, *keys)]
+    refuse_others_keys(unknown, algorithm, where=where)
     refuse_unknown(unknown, [*keys, "algorithm", "param_names"], where=where)
     values = {**defaults[algorithm], **{key: group[key] for key in keys if key in group}}
     result: dict[str, Any] = {"params": params, "algorithm": algorithm}
     for key, check in keys.items():
         result[key] = check(f"{where}[{key!r}]", values[key])
-    result.update({key: group[key] for key in _FOREIGN if key in group})
+    result.update({key: group[key] for key in FOREIGN if key in group})
     if algorithm == "muon":
         schedule = resolve_schedule(result["ns_coefficients"], result["ns_steps"])
         result["ns_coefficients"] = plain_coefficients(result["ns_coefficients"], schedule)
     else:
         _settle_adamw(result, group)
     return result
-
-
-def _refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: str) -> None:
-    for key in unknown:
-        if key in MUON_KEYS or key in ADAMW_KEYS:
-            found = f"no hyper-parameter of {algorithm}, which this group takes"
-            raise TypeError(message(f"{where}[{key!r}]", found=found, do="Remove it, or change the algorithm"))
-        if key in _LATER:
-            raise ValueError(message(f"{where}[{key!r}]", found="not in this version", do="Remove it"))
 
 
 def _settle_adamw(result: dict[str, Any], group: Mapping[str, Any]) -> None:
@@ -369,7 +189,7 @@ def _algorithm(group: Mapping[str, Any], params: Sequence[Any], *, where: str) -
     return "muon"
 
 
-_SPELLINGS: dict[str, _Check] = {
+_SPELLINGS: dict[str, Check] = {
     "algorithm": lambda name, value: check_word(name, value, get_args(Algorithm)),
     "kind": lambda name, value: check_word(name, value, get_args(Algorithm)),
     "use_muon": lambda name, value: "muon" if check_bool(name, value) else "adamw",

@@ -1,0 +1,10 @@
+"""Parameter groups: what a user may write in one, and the plain, checked, complete form it takes in the optimizer.
+
+A group dict holds numbers, strings and tuples only, so that it pickles and loads with `weights_only=True`.
+"""
+
+from meshmuon.groups.complete import check_group_parameters, complete_group, group_records
+from meshmuon.groups.keys import check_defaults
+from meshmuon.groups.unknown import refuse_keywords
+
+__all__ = ["check_defaults", "check_group_parameters", "complete_group", "group_records", "refuse_keywords"]

@@ -1,0 +1,92 @@
+"""The hyper-parameters of each algorithm, and the check of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_args
+
+from meshmuon.config import (
+    LRRule,
+    RouteChoice,
+    WeightDecayMode,
+    check_betas,
+    check_bool,
+    check_lr,
+    check_number,
+    check_state_dtype,
+    check_word,
+)
+from meshmuon.errors import message
+from meshmuon.layout.matrix_view import MatrixView
+from meshmuon.polar.coefficients import resolve_schedule
+
+Check = Callable[[str, Any], Any]
+
+_non_negative: Check = partial(check_number, low=0.0)
+_positive: Check = partial(check_number, low=0.0, open_low=True)
+
+
+def _check_rule(name: str, value: Any) -> str:
+    return "original" if value is None else check_word(name, value, get_args(LRRule))
+
+
+def _check_view(name: str, value: Any) -> dict[str, Any]:
+    return MatrixView.of(value).as_dict()
+
+
+def _check_route(name: str, value: Any) -> str:
+    if value == "gram":
+        raise ValueError(message(name, found="'gram' is not in this version", do='Use "auto" or "owner"'))
+    return check_word(name, value, get_args(RouteChoice))
+
+
+def _keep(name: str, value: Any) -> Any:
+    return value
+
+
+# The hyper-parameters of each algorithm: name → check. `_keep` ones are checked together, below.
+MUON_KEYS: dict[str, Check] = {
+    "lr": check_lr,
+    "weight_decay": _non_negative,
+    "momentum": partial(check_number, low=0.0, high=1.0, open_high=True),
+    "nesterov": check_bool,
+    "ns_coefficients": _keep,
+    "eps": _positive,
+    "ns_steps": _keep,
+    "adjust_lr_fn": _check_rule,
+    "extra_scale_factor": _positive,
+    "weight_decay_mode": lambda name, value: check_word(name, value, get_args(WeightDecayMode)),
+    "state_dtype": check_state_dtype,
+    "view": _check_view,
+    "route": _check_route,
+}
+ADAMW_KEYS: dict[str, Check] = {
+    "lr": check_lr,
+    "weight_decay": _non_negative,
+    "betas": check_betas,
+    "eps": _positive,
+    "adamw_lr_ratio": _non_negative,
+    "decay_vectors": check_bool,
+}
+_CONSTRUCTOR_NAMES = {("adamw", "eps"): "adamw_eps", ("adamw", "weight_decay"): "adamw_weight_decay"}
+KEYS = {"muon": MUON_KEYS, "adamw": ADAMW_KEYS}
+STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind")
+# Written into groups by torch's schedulers.
+FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+
+
+def check_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check the constructor's own values, under the constructor's names.
+
+    Args:
+        defaults: Per algorithm, name → value.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a value is out of range.
+    """
+    for algorithm, values in defaults.items():
+        for key, check in KEYS[algorithm].items():
+            check(_CONSTRUCTOR_NAMES.get((algorithm, key), key), values[key])
+    resolve_schedule(defaults["muon"]["ns_coefficients"], defaults["muon"]["ns_steps"])

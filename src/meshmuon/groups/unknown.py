@@ -1,0 +1,119 @@
+"""What we have no key or argument for: refused, saying which of ours was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from meshmuon.config import Algorithm
+from meshmuon.errors import message
+from meshmuon.groups.keys import ADAMW_KEYS, MUON_KEYS
+
+# Of the distributed routes, which this version does not have yet.
+_LATER = ("mode", "sharded")
+
+_LATER_ARGUMENTS = {
+    "qk_clip": None,
+    "process_group": None,
+    "grad_sync": "none",
+    "max_grad_norm": None,
+    "sharded": None,
+    "offload": False,
+}
+
+_OTHERS_WORDS = {
+    "warmup_step": "max_in_flight",
+    "num_ns_steps": "ns_steps",
+    "backend_steps": "ns_steps",
+    "newton_schulz_steps": "ns_steps",
+    "coefficients": "ns_coefficients",
+    "mu": "momentum",
+    "beta1": "betas",
+    "wd": "weight_decay",
+    "learning_rate": "lr",
+    "adjust_lr": "adjust_lr_fn",
+    "scale_mode": "adjust_lr_fn",
+    "rms_scale": "adjust_lr_fn",
+    "adamw_betas": "betas",
+    "adam_betas": "betas",
+    "adam_eps": "adamw_eps",
+    "epsilon": "adamw_eps",
+    "adamw_lr": "adamw_lr_ratio",
+    "adam_lr": "adamw_lr_ratio",
+    "fallback_lr_scale": "adamw_lr_ratio",
+    "adamw_wd": "adamw_weight_decay",
+    "chunk_size": "workspace_bytes",
+    "none_grad": "release_grads",
+    "clip_config": "qk_clip",
+    "is_muon_func": "overrides",
+    "distributed_mesh": "process_group",
+    "cautious_wd": "weight_decay_mode",
+}
+_TORCH_FLAGS = {
+    "maximize": "Negate the loss instead",
+    "foreach": "Tensors are always processed together where that helps",
+    "fused": "AdamW parameters always use torch's fused kernels where there are any",
+    "capturable": "No value is read back from the device during a step, so nothing needs to be switched on",
+    "differentiable": "The orthogonalization is not meant to be differentiated through",
+}
+
+
+def refuse_keywords(given: Mapping[str, Any], *, known: Callable[..., Any]) -> None:
+    """Refuse what the constructor has no argument for.
+
+    Args:
+        given: The keywords and their values.
+        known: The constructor.
+
+    Raises:
+        TypeError: If a keyword is unknown; suggests ours.
+        ValueError: If it asks for something this version does not have.
+    """
+    for name, value in given.items():
+        if name in _LATER_ARGUMENTS and value != _LATER_ARGUMENTS[name]:
+            do = f"Leave it at {_LATER_ARGUMENTS[name]!r}"
+            raise ValueError(message(name, found=f"{value!r} is not in this version", do=do))
+    ours = [name for name in inspect.signature(known).parameters if name not in ("self", "unknown")]
+    refuse_unknown([name for name in given if name not in _LATER_ARGUMENTS], ours, where="Muon(...)")
+
+
+def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) -> None:
+    """Refuse keywords that are not ours, saying which of ours was probably meant.
+
+    Args:
+        unknown: The keywords.
+        known: Ours.
+        where: What was called or written, for the message.
+
+    Raises:
+        TypeError: If there is any.
+    """
+    for name in unknown:
+        if name in _TORCH_FLAGS:
+            raise TypeError(message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name]))
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = _OTHERS_WORDS.get(name) or (near[0] if near else None)
+        do = f"Did you mean {meant!r}?" if meant else f"Known are: {', '.join(known)}"
+        raise TypeError(message(f"{where} {name!r}", found="unknown", do=do))
+
+
+def refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: str) -> None:
+    """Refuse keys of the other algorithm, and of later versions.
+
+    Args:
+        unknown: The keys that are none of the group's algorithm.
+        algorithm: What the group takes.
+        where: The group, for messages.
+
+    Raises:
+        TypeError: If one belongs to the other algorithm.
+        ValueError: If one is not in this version.
+    """
+    for key in unknown:
+        if key in MUON_KEYS or key in ADAMW_KEYS:
+            found = f"no hyper-parameter of {algorithm}, which this group takes"
+            raise TypeError(message(f"{where}[{key!r}]", found=found, do="Remove it, or change the algorithm"))
+        if key in _LATER:
+            raise ValueError(message(f"{where}[{key!r}]", found="not in this version", do="Remove it"))
