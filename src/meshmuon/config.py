@@ -66,24 +66,26 @@ def check_number(
 
 
 def check_lr(name: str, value: Any) -> Any:
-    """Accept a learning rate: a number >= 0, or a tensor holding one.
+    """Accept a learning rate: a number >= 0, or a floating-point tensor holding one.
 
     Args:
         name: The argument, for the message.
         value: What the user gave.
 
     Returns:
-        The value, unchanged: a tensor stays the user's tensor.
+        The number; of a tensor a copy without its graph, so that nobody else's fill changes it.
 
     Raises:
         TypeError: If it is neither.
         ValueError: If it is negative, NaN or infinite.
     """
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
+        if not value.is_floating_point():
+            raise TypeError(message(name, found=f"a {value.dtype} tensor", do="Use a floating-point one, or a number"))
+        if value.numel() != 1:
             raise ValueError(message(name, found=f"a tensor of shape {tuple(value.shape)}", do="Use one number"))
         check_number(name, float(value.item()), low=0.0)
-        return value
+        return value.detach().clone()
     return check_number(name, value, low=0.0)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon.checkpoint import complete_state_, load_checked
-from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_words
+from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_lr
 from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
@@ -117,6 +117,7 @@ class Muon(Optimizer):
         **unknown: Any,
     ) -> None:
         refuse_keywords(unknown, known=Muon.__init__)
+        lr = check_lr("lr", lr)
         muon = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -154,7 +155,6 @@ class Muon(Optimizer):
             allow_no_muon=allow_no_muon,
         )
         self._snapshot: Snapshot | None = None
-        expert_keys = check_words("expert_keys", expert_keys)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons = routed.reasons
         super().__init__(routed.groups, muon)
@@ -323,8 +323,6 @@ class Muon(Optimizer):
         if group["algorithm"] == "muon":
             self._execution.orthogonalizer.check_steps(group["ns_steps"])
         check_group_parameters(group, self.param_groups, index=index)
-        if isinstance(group["lr"], Tensor) and any(group["lr"] is other["lr"] for other in self.param_groups):
-            group["lr"] = group["lr"].clone()  # a scheduler that fills lr tensors group by group must meet each once
         allowed = set(group)
         super().add_param_group(group)
         for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm

@@ -3,6 +3,7 @@
 The parameters themselves are in test_bad_parameters.py, NaN and inf in gradients in test_bad_gradients.py.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def case(name: str, value: Any) -> Any:
 
 NUMBERS = [
     *(case("lr", v) for v in (-1e-3, INF, NAN, "1e-3", None, True, 1j, HUGE)),
-    *(case("lr", torch.tensor(v)) for v in (-1.0, NAN, INF, [1e-3, 1e-3], [], 1j)),
+    *(case("lr", torch.tensor(v)) for v in (-1.0, NAN, INF, [1e-3, 1e-3], [], 1j, 1, True)),
     *(case("weight_decay", v) for v in (-0.1, INF, NAN, "0.1", None, False, HUGE)),
     *(case("momentum", v) for v in (-0.1, 1.0, 1.5, INF, NAN, "0.95", None)),
     *(case("betas", v) for v in ((0.9, 1.0), (-0.1, 0.9), (0.9, NAN), (0.9, "x"), (0.9,), (0.9, 0.9, 0.9), 0.9, None)),
@@ -154,6 +155,8 @@ def test_expert_keys_that_are_no_list_of_words_are_refused(value: Any) -> None:
     model.register_parameter("stack", nn.Parameter(torch.ones(2, 4, 6)))
     model.register_parameter("weight", matrix())
     assert "expert_keys" in refusal(model, expert_keys=value, overrides={"weight": "muon"})
+    with pytest.raises(TypeError, match="expert_keys"):
+        meshmuon.param_groups(model, expert_keys=value)
 
 
 @pytest.mark.parametrize("value", [True, False, None])
@@ -261,5 +264,30 @@ def test_a_view_of_the_wrong_type_is_refused(value: Any) -> None:
 
 
 def test_a_tensor_learning_rate_is_taken_where_a_number_would_be() -> None:
-    lr: Tensor = torch.tensor(1e-3)
-    assert Muon([matrix()], lr=lr).param_groups[0]["lr"] is lr
+    lr = torch.tensor(1e-3)
+    kept = Muon([matrix()], lr=lr).param_groups[0]["lr"]
+    assert isinstance(kept, Tensor) and torch.equal(kept, lr)
+
+
+def test_a_tensor_learning_rate_is_shared_by_groups_or_with_the_caller() -> None:
+    """A scheduler that fills lr tensors group by group would multiply a shared one several times."""
+    lr, own = torch.tensor(1e-3), torch.tensor(2e-3)
+    groups = [{"params": [matrix()]}, {"params": [matrix()], "lr": own}, {"params": [matrix()], "lr": own}]
+    opt = Muon(groups, lr=lr)
+    opt.add_param_group({"params": [matrix()]})
+    kept = [group["lr"] for group in opt.param_groups]
+    assert len({t.data_ptr() for t in (lr, own, *kept)}) == 6
+    lr.fill_(0.5), own.fill_(0.5)
+    assert [round(float(t), 6) for t in kept] == [1e-3, 2e-3, 2e-3, 1e-3]
+    opt.add_param_group({"params": [matrix()]})
+    assert float(opt.param_groups[-1]["lr"]) == float(kept[0]), "the default is what it was at construction"
+
+
+def test_a_learning_rate_that_requires_a_gradient_leaks_its_graph() -> None:
+    lr = torch.tensor(1e-3, requires_grad=True) * 2
+    opt = Muon([matrix()], lr=lr)
+    assert not any(t.requires_grad for t in (opt.param_groups[0]["lr"], opt.defaults["lr"]))
+    copy.deepcopy(opt)  # torch refuses to copy a tensor that is part of a graph
+    opt.param_groups[0]["params"][0].grad = torch.ones(4, 6)
+    opt.step()
+    assert not opt.param_groups[0]["params"][0].grad_fn

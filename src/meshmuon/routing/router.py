@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshmuon.config import check_words
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.names import check_names, normalise_names
@@ -130,6 +131,7 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
         TypeError: If it is none of these.
         ValueError: If it is empty or cannot be routed.
     """
+    expert_keys = check_words("expert_keys", expert_keys)
     if isinstance(params, nn.Module):
         return _routed_groups(route_model(params, expert_keys=expert_keys, overrides=overrides))
     if isinstance(params, (Tensor, str, bytes)) or not isinstance(params, Iterable):
@@ -181,6 +183,7 @@ def param_groups(
     Returns:
         Group dicts with named parameters, to be passed to `Muon`: one for Muon per view, one for AdamW.
     """
+    expert_keys = check_words("expert_keys", expert_keys)
     return groups_of(route_model(model, expert_keys=expert_keys, overrides=overrides))
 
 
