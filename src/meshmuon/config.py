@@ -227,7 +227,7 @@ class Orthogonalizer:
     def __post_init__(self) -> None:
         check_word("form", self.form, get_args(Form))
         check_word("dtype", self.dtype, get_args(DTypeChoice))
-        if self.restarts == "auto":
+        if isinstance(self.restarts, str) and self.restarts == "auto":
             return
         if not isinstance(self.restarts, (tuple, list)):
             found = f"{self.restarts!r}"

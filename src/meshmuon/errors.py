@@ -44,7 +44,7 @@ def message(subject: str, *, found: str, do: str) -> str:
     Returns:
         One line in the house's form.
     """
-    return f"{subject}: {found}. {do}"
+    return " ".join(f"{subject}: {found}. {do}".split())  # arrays and tensors print themselves on several lines
 
 
 def one_of(words: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ The parameters themselves are in test_bad_parameters.py, NaN and inf in gradient
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,8 @@ NUMBERS = [
     *(case("weight_decay", v) for v in (-0.1, INF, NAN, "0.1", None, False, HUGE)),
     *(case("momentum", v) for v in (-0.1, 1.0, 1.5, INF, NAN, "0.95", None)),
     *(case("betas", v) for v in ((0.9, 1.0), (-0.1, 0.9), (0.9, NAN), (0.9, "x"), (0.9,), (0.9, 0.9, 0.9), 0.9, None)),
-    *(case("eps", v) for v in (0, 0.0, -1e-8, NAN, INF, "1e-7", None)),
-    *(case("adamw_eps", v) for v in (0.0, -1e-8, NAN, INF, "1e-8", None)),
+    *(case("eps", v) for v in (0, 0.0, -1e-8, NAN, INF, "1e-7", None, 1.5, 1e7)),
+    *(case("adamw_eps", v) for v in (0.0, -1e-8, NAN, INF, "1e-8", None, 1.5, 1e8)),
     *(case("adamw_lr_ratio", v) for v in (-1.0, NAN, INF, "1", None)),
     *(case("adamw_weight_decay", v) for v in (-1.0, NAN, INF, "1")),
     *(case("extra_scale_factor", v) for v in (0.0, -1.0, NAN, INF, "1", None)),
@@ -191,6 +192,47 @@ def test_switches_of_torch_are_refused_by_name_with_the_reason(name: str, value:
 def test_an_unknown_keyword_suggests_ours(theirs: str, ours: str) -> None:
     text = refusal([matrix()], **{theirs: 1})
     assert repr(theirs) in text and f"mean {ours!r}" in text
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.zeros(()), np.zeros(2), np.zeros((2, 2))], ids=str)
+@pytest.mark.parametrize("name", ["qk_clip", "grad_sync", "offload", "zzzzzz", "maximize"])
+def test_an_array_as_a_keyword_of_another_version_fails_in_torch(name: str, value: Any) -> None:
+    text = refusal([matrix()], **{name: value})
+    assert name in text and "\n" not in text
+
+
+@pytest.mark.parametrize("name", ["qk_clip", "process_group", "grad_sync", "offload"])
+def test_a_keyword_of_a_later_version_at_its_default_is_taken(name: str) -> None:
+    Muon([matrix()], **{name: {"grad_sync": "none", "offload": False}.get(name)})
+    assert f"{name}: 'on'" in refusal([matrix()], **{name: "on"})
+
+
+ARRAYS = [
+    "orthogonalizer",
+    "overrides",
+    "expert_keys",
+    "non_finite",
+    "state_dtype",
+    "betas",
+    "ns_coefficients",
+    "momentum",
+]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_where_a_word_or_number_belongs_fails_in_numpy(name: str) -> None:
+    assert name in refusal([("w", matrix())], **{name: np.zeros((2, 2))})
+
+
+@pytest.mark.parametrize("name", ["algorithm", "route", "view", "adjust_lr_fn"])
+def test_an_array_in_a_group_fails_in_numpy(name: str) -> None:
+    assert name in refusal([{"params": [matrix()], name: np.zeros((2, 2))}])
+
+
+def test_an_array_inside_other_choices_fails_in_numpy() -> None:
+    with pytest.raises(TypeError, match="restarts"):
+        Orthogonalizer(restarts=np.array([1, 2]))
+    assert "'w'" in refusal([("w", matrix())], overrides={"w": np.zeros(2)})
 
 
 def test_a_keyword_like_none_of_ours_lists_them_all() -> None:

@@ -25,6 +25,8 @@ Check = Callable[[str, Any], Any]
 
 _non_negative: Check = partial(check_number, low=0.0)
 _positive: Check = partial(check_number, low=0.0, open_low=True)
+# Larger is a slip of the exponent's sign: AdamW would divide by it, and hardly move.
+_check_eps: Check = partial(check_number, low=0.0, high=1.0, open_low=True)
 
 
 def _check_rule(name: str, value: Any) -> str:
@@ -36,7 +38,7 @@ def _check_view(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_route(name: str, value: Any) -> str:
-    if value == "gram":
+    if isinstance(value, str) and value == "gram":
         raise ValueError(message(name, found="'gram' is not in this version", do='Use "auto" or "owner"'))
     return check_word(name, value, get_args(RouteChoice))
 
@@ -52,7 +54,7 @@ MUON_KEYS: dict[str, Check] = {
     "momentum": partial(check_number, low=0.0, high=1.0, open_high=True),
     "nesterov": check_bool,
     "ns_coefficients": _keep,
-    "eps": _positive,
+    "eps": _check_eps,
     "ns_steps": _keep,
     "adjust_lr_fn": _check_rule,
     "extra_scale_factor": _positive,
@@ -65,7 +67,7 @@ ADAMW_KEYS: dict[str, Check] = {
     "lr": check_lr,
     "weight_decay": _non_negative,
     "betas": check_betas,
-    "eps": _positive,
+    "eps": _check_eps,
     "adamw_lr_ratio": _non_negative,
     "decay_vectors": check_bool,
 }

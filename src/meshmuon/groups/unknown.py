@@ -14,7 +14,7 @@ from meshmuon.groups.keys import ADAMW_KEYS, MUON_KEYS
 # Of the distributed routes, which this version does not have yet.
 _LATER = ("mode", "sharded")
 
-_LATER_ARGUMENTS = {
+_LATER_ARGUMENTS: dict[str, bool | str | None] = {
     "qk_clip": None,
     "process_group": None,
     "grad_sync": "none",
@@ -72,11 +72,16 @@ def refuse_keywords(given: Mapping[str, Any], *, known: Callable[..., Any]) -> N
         ValueError: If it asks for something this version does not have.
     """
     for name, value in given.items():
-        if name in _LATER_ARGUMENTS and value != _LATER_ARGUMENTS[name]:
+        if name in _LATER_ARGUMENTS and not _is_same(value, _LATER_ARGUMENTS[name]):
             do = f"Leave it at {_LATER_ARGUMENTS[name]!r}"
             raise ValueError(message(name, found=f"{value!r} is not in this version", do=do))
     ours = [name for name in inspect.signature(known).parameters if name not in ("self", "unknown")]
     refuse_unknown([name for name in given if name not in _LATER_ARGUMENTS], ours, where="Muon(...)")
+
+
+def _is_same(value: Any, default: bool | str | None) -> bool:
+    """Compare with a plain default; a tensor or an array would answer with another one."""
+    return isinstance(value, type(default)) and bool(value == default)
 
 
 def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) -> None:

@@ -53,5 +53,6 @@ class Choices:
 
 
 def _check_choice(subject: str, choice: object) -> None:
-    if not isinstance(choice, MatrixView) and choice not in ("muon", "adamw"):
+    is_word = isinstance(choice, str) and choice in ("muon", "adamw")  # an array would compare element by element
+    if not isinstance(choice, MatrixView) and not is_word:
         raise ValueError(message(subject, found=f"{choice!r}", do='Use "muon", "adamw" or View(...)'))
