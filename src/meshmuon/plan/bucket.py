@@ -314,6 +314,7 @@ def workspace_bytes(matrix: Matrix, recipe: Recipe) -> int:
 def _local_buckets(matrices: Sequence[Matrix], recipe: Recipe, execution: Execution) -> list[Bucket]:
     first = matrices[0]
     limit = _at_once(first, recipe, execution)
+    limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
     filled: list[list[Matrix]] = []
     room = 0
     small = [dataclasses.replace(matrix, block=block) for matrix in matrices for block in matrix.block.cut(limit)]

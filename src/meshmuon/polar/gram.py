@@ -23,7 +23,9 @@ from meshmuon.polar.operations import Operations
 _MAX_AMPLIFIED_ROUNDING = 0.25
 
 
-def gram_newton_schulz(x: Tensor, *, schedule: Schedule, restarts: Sequence[int], operations: Operations) -> Tensor:
+def gram_newton_schulz(
+    x: Tensor, *, schedule: Schedule, restarts: Sequence[int], operations: Operations, out: Tensor | None = None
+) -> Tensor:
     """Apply the composed polynomial to the singular values of each matrix, through its Gram matrix.
 
     Args:
@@ -31,13 +33,15 @@ def gram_newton_schulz(x: Tensor, *, schedule: Schedule, restarts: Sequence[int]
         schedule: One triple per step.
         restarts: The steps (counted from 0) before which the Gram matrix is formed anew.
         operations: How to multiply.
+        out: Where the result goes; None: to a new tensor.
 
     Returns:
-        A new (batch, m, n).
+        The (batch, m, n) result.
     """
-    for segment in split_at(schedule, restarts):
+    *segments, last = split_at(schedule, restarts)
+    for segment in segments:
         x = operations.apply(_factor(operations.gram(x), segment, operations), x)
-    return x
+    return operations.apply(_factor(operations.gram(x), last, operations), x, out)
 
 
 def _factor(r: Tensor, segment: Schedule, operations: Operations) -> Tensor:

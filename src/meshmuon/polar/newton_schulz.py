@@ -8,17 +8,19 @@ from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.operations import Operations
 
 
-def newton_schulz(x: Tensor, *, schedule: Schedule, operations: Operations) -> Tensor:
+def newton_schulz(x: Tensor, *, schedule: Schedule, operations: Operations, out: Tensor | None = None) -> Tensor:
     """Apply the composed polynomial to the singular values of each matrix.
 
     Args:
         x: (batch, m, n) with m <= n and singular values at most 1.
         schedule: One triple per step.
         operations: How to multiply.
+        out: Where the result goes; None: to a new tensor.
 
     Returns:
-        A new (batch, m, n).
+        The (batch, m, n) result.
     """
-    for triple in schedule:
-        x = operations.apply(operations.quadratic(operations.gram(x), triple), x)
+    for step, triple in enumerate(schedule, start=1):
+        last = step == len(schedule)
+        x = operations.apply(operations.quadratic(operations.gram(x), triple), x, out if last else None)
     return x

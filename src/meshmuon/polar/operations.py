@@ -22,8 +22,8 @@ class Operations(Protocol):
     def symmetric_product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left·right for two that commute, so that the product is symmetric too."""
 
-    def apply(self, factor: Tensor, x: Tensor) -> Tensor:
-        """Return factor·x."""
+    def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return factor·x, in `out` if given."""
 
 
 class TorchOperations:
@@ -58,6 +58,6 @@ class TorchOperations:
         """Return left·right for two that commute."""
         return torch.bmm(left, right)
 
-    def apply(self, factor: Tensor, x: Tensor) -> Tensor:
-        """Return factor·x."""
-        return torch.bmm(factor, x)
+    def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return factor·x, in `out` if given."""
+        return torch.bmm(factor, x, out=out)

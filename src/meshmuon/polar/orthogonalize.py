@@ -27,7 +27,10 @@ _DEFAULT_WORKSPACE = 2**30
 # m·m·n above which a CPU takes matrices one by one: its batched products run on one thread or miss the cache (measured
 # 115 against 266 GFLOP/s at 192, 176 against 320 at 768), while below it the calls themselves cost more.
 _ONE_BY_ONE_FROM = 64**3
+# Numbers a CPU should take through a step at a time: 1 MB in fp32, so that each pass finds them in the cache.
+_CACHED_NUMBERS = 2**18
 _LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
+_ORDINARY_NORMS = (2.0**-30, 2.0**30)  # whose squares stay far from fp32's ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,10 @@ class Recipe:
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
         return cost.workspace_bytes(m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize)
+
+    def batch(self, m: int, n: int, device: torch.device) -> int | None:
+        """Give how many m×n matrices are best taken through a step together; None: as many as fit."""
+        return max(1, _CACHED_NUMBERS // (m * n)) if device.type == "cpu" and m * n else None
 
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""
@@ -184,46 +191,62 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
-    start = _canonical(x, recipe)
-    at_once = 1 if x.device.type == "cpu" and m * m * n >= _ONE_BY_ONE_FROM else batch
-    parts = [_iterate(part, recipe) for part in start.split(at_once)]
-    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:, :m, :n]
+    start = normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
+    if x.device.type != "cpu" or m * m * n < _ONE_BY_ONE_FROM:
+        return _iterate(start, recipe)[:, :m, :n]
+    result = torch.empty_like(start)
+    for part, out in zip(start.split(1), result.split(1), strict=True):
+        _iterate(part, recipe, out=out)
+    return result[:, :m, :n]
 
 
 def _canonical(x: Tensor, recipe: Recipe) -> Tensor:
-    """Copy into the one form everything is computed from, normalised. See [Note: canonical entry]."""
+    """Bring into the one form everything is computed from; x itself, if it has it. See [Note: canonical entry]."""
     batch, m, n = x.shape
     wide = torch.float64 if torch.float64 in (x.dtype, recipe.dtype) else torch.float32
+    if (m, n) == (cost.padded(m), cost.padded(n)):
+        return x.to(wide).contiguous()
     buffer = torch.zeros(batch, cost.padded(m), cost.padded(n), dtype=wide, device=x.device)
     buffer[:, :m, :n].copy_(x)
-    return normalised(buffer, eps=recipe.eps).to(recipe.dtype)
+    return buffer
 
 
-def _iterate(start: Tensor, recipe: Recipe) -> Tensor:
+def _iterate(start: Tensor, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     if recipe.form == "gram":
-        return gram_newton_schulz(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS)
-    return newton_schulz(start, schedule=recipe.schedule, operations=_OPERATIONS)
+        return gram_newton_schulz(
+            start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS, out=out
+        )
+    return newton_schulz(start, schedule=recipe.schedule, operations=_OPERATIONS, out=out)
 
 
 def normalised(x: Tensor, *, eps: float) -> Tensor:
-    """Divide each matrix by its Frobenius norm, in place, without overflow or underflow on the way.
+    """Divide each matrix by its Frobenius norm, without overflow or underflow on the way.
 
     The matrix is first scaled by a power of two (exactly) so that its largest element lies in [1/2, 1): squares of
-    1e20 or 1e-25 would not survive in fp32.
+    1e20 or 1e-25 would not survive in fp32. A CPU, which can look, leaves that out where it would change nothing.
 
     Args:
-        x: (batch, m, n), fp32 or fp64, contiguous; written.
+        x: (batch, m, n), fp32 or fp64, contiguous; never written.
         eps: Replaces a norm of zero.
 
     Returns:
-        x itself.
+        A new tensor.
     """
+    if x.device.type == "cpu":
+        norm = _norms(x)
+        least, most = torch.aminmax(norm)
+        if _ORDINARY_NORMS[0] <= least and most <= _ORDINARY_NORMS[1]:
+            return x / norm
     peak = torch.maximum(x.amax(dim=(-2, -1), keepdim=True), -x.amin(dim=(-2, -1), keepdim=True))
     exponent = torch.frexp(peak).exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    x.mul_(torch.ldexp(torch.ones_like(peak), -exponent))
-    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+    x = x * torch.ldexp(torch.ones_like(peak), -exponent)
+    norm = _norms(x)
     return x.div_(torch.where(norm > 0, norm, eps))
+
+
+def _norms(x: Tensor) -> Tensor:
+    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
 
 def _svd_polar(x: Tensor, *, eps: float) -> Tensor:

@@ -58,12 +58,18 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
             buffer.lerp_(grad, 1.0 - rule.momentum)
         else:
             item.buffer.copy_(torch.lerp(buffer, grad, 1.0 - rule.momentum))
-        average = item.buffer
-        if rule.nesterov:
-            # From the stored (rounded) buffer, so that a resumed run continues with the same bits.
-            average = torch.lerp(grad, item.buffer.to(grad.dtype), rule.momentum)
         if wanted is not None:
-            wanted.copy_(average)
+            _look_ahead(wanted, grad, item.buffer, rule)
+
+
+def _look_ahead(wanted: Tensor, grad: Tensor, buffer: Tensor, rule: MomentumRule) -> None:
+    """Write what will be orthogonalized. From the stored (rounded) buffer, so that a resumed run has the same bits."""
+    if not rule.nesterov:
+        wanted.copy_(buffer)
+    elif wanted.dtype == grad.dtype:
+        torch.lerp(grad, buffer.to(grad.dtype), rule.momentum, out=wanted)
+    else:
+        wanted.copy_(torch.lerp(grad, buffer.to(grad.dtype), rule.momentum))
 
 
 def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:
