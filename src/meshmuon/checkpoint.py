@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from meshmuon._compat import has_fused_adamw
 from meshmuon.errors import CheckpointError, message, some
 from meshmuon.layout.mesh import placements
 from meshmuon.layout.names import normalise_names
+
+# Checks the hyper-parameters of a group and gives them back in plain form: (values, algorithm, where=) -> values.
+CheckValues: TypeAlias = "Callable[..., dict[str, Any]]"
+# Of torch's AdamW: the value with which it is another algorithm. Otherwise they say how, not what, and are dropped.
+_OTHER_UPDATES = {"maximize": True, "amsgrad": True}
+_TORCH_FLAGS = (*_OTHER_UPDATES, "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 
 STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 
@@ -124,12 +130,19 @@ def _step_device(param: Tensor) -> torch.device:
     return param.device if has_fused_adamw(param.device) else torch.device("cpu")
 
 
-def load_checked(optimizer: Optimizer, state_dict: dict[str, Any], *, load: Callable[[dict[str, Any]], None]) -> None:
+def load_checked(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    *,
+    check: CheckValues,
+    load: Callable[[dict[str, Any]], None],
+) -> None:
     """Let torch load a state dict, checked before and put right after.
 
     Args:
         optimizer: The optimizer to load into.
         state_dict: The saved state.
+        check: Checks the hyper-parameters of a group.
         load: torch's own `load_state_dict` of that optimizer.
 
     Raises:
@@ -138,7 +151,7 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any], *, load: Call
     accepted: dict[str, Any] = {}
 
     def accept(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        accepted.update(check_state_dict(given, optimizer.param_groups))
+        accepted.update(check_state_dict(given, optimizer.param_groups, check=check))
         return accepted
 
     def restore(_: Optimizer) -> None:
@@ -147,6 +160,9 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any], *, load: Call
             for param, key in zip(group["params"], saved["params"], strict=True):
                 optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group)
 
+    if not isinstance(state_dict, Mapping):
+        found = f"a {type(state_dict).__name__}"
+        raise CheckpointError(message("state_dict", found=found, do="Pass opt.state_dict()"))
     # Last before and first after torch's own work, so that a user's hooks see and may change everything.
     hooks = [
         optimizer.register_load_state_dict_pre_hook(accept),
@@ -159,21 +175,24 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any], *, load: Call
             hook.remove()
 
 
-def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def check_state_dict(
+    state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]], *, check: CheckValues
+) -> dict[str, Any]:
     """Check that a state dict fits, before anything is changed, and bring it into this optimizer's order.
 
     Args:
         state_dict: What `load_state_dict` was given.
         param_groups: This optimizer's groups.
+        check: Checks the hyper-parameters of a group.
 
     Returns:
         An equal state dict whose groups have every key this optimizer has, and its order of parameters.
 
     Raises:
-        CheckpointError: Names the first parameter that does not fit.
+        CheckpointError: Names the first parameter or hyper-parameter that does not fit.
     """
     saved_groups = state_dict.get("param_groups")
-    if not isinstance(saved_groups, list) or "state" not in state_dict:
+    if not isinstance(saved_groups, list) or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(message("state_dict", found="no state or param_groups", do="Pass opt.state_dict()"))
     if len(saved_groups) != len(param_groups):
         found = f"{len(saved_groups)} parameter groups, this optimizer has {len(param_groups)}"
@@ -182,16 +201,17 @@ def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str,
     if not state and any(group["params"] for group in param_groups):
         warnings.warn("the checkpoint holds no optimizer state: starting afresh", UserWarning, stacklevel=3)
     groups = [
-        _checked_group(saved, group, state, index=index)
+        _checked_group(saved, group, state, check=check, where=f"state_dict param_groups[{index}]")
         for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True))
     ]
     return {**state_dict, "param_groups": groups}
 
 
 def _checked_group(
-    saved: Mapping[str, Any], group: Mapping[str, Any], state: Mapping[Any, Any], *, index: int
+    saved: Any, group: Mapping[str, Any], state: Mapping[Any, Any], *, check: CheckValues, where: str
 ) -> dict[str, Any]:
-    where = f"state_dict param_groups[{index}]"
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), Sequence):
+        raise CheckpointError(message(where, found="no params", do="Pass opt.state_dict()"))
     if len(saved["params"]) != len(group["params"]):
         found = f"{len(saved['params'])} parameters, this optimizer has {len(group['params'])}"
         raise CheckpointError(message(where, found=found, do="Build the optimizer as it was when saved"))
@@ -205,11 +225,30 @@ def _checked_group(
     if state:
         for name, param, key in zip(names, group["params"], ids, strict=True):
             _check_entry(name, param, state.get(key), algorithm)
-    ours = {key: value for key, value in group.items() if key != "params"}
-    result = {**ours, **saved, "algorithm": algorithm, "params": ids}
+    result = {**_checked_values(saved, group, check=check, where=where), "algorithm": algorithm, "params": ids}
     if "param_names" in group:
         result["param_names"] = list(group["param_names"])
     return result
+
+
+def _checked_values(
+    saved: Mapping[str, Any], group: Mapping[str, Any], *, check: CheckValues, where: str
+) -> dict[str, Any]:
+    """Our values with the saved ones over them, all of them checked."""
+    l2 = saved.get("decoupled_weight_decay") is False and saved.get("weight_decay")
+    others = [key for key, value in _OTHER_UPDATES.items() if saved.get(key) is value]
+    for key in [*others, *(["decoupled_weight_decay"] if l2 else [])]:
+        found = f"{saved[key]!r}, which is another algorithm"
+        raise CheckpointError(message(f"{where}[{key!r}]", found=found, do="Start with fresh optimizer state"))
+    values = {**group, **{key: value for key, value in saved.items() if key not in _TORCH_FLAGS}}
+    try:
+        checked = check(values, group["algorithm"], where=where)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+    if checked.get("view") != group.get("view"):
+        found = f"{checked['view']}, this optimizer has {group['view']}"
+        raise CheckpointError(message(f"{where}['view']", found=found, do="Use the overrides of the saved run"))
+    return {**values, **checked}
 
 
 def _order(saved: Mapping[str, Any], group: Mapping[str, Any], *, where: str) -> list[int]:

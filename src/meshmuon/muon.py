@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from meshmuon.exchange.peers import Health, Peers
 from meshmuon.groups import (
     check_defaults,
     check_group_parameters,
+    check_values,
     complete_group,
     group_records,
     refuse_keywords,
@@ -319,9 +321,8 @@ class Muon(Optimizer):
             ValueError: If a value is out of range, or a parameter does not fit or is already there.
         """
         index = len(self.param_groups)
-        group = complete_group(param_group, self._group_defaults, index=index)
-        if group["algorithm"] == "muon":
-            self._execution.orthogonalizer.check_steps(group["ns_steps"])
+        orthogonalizer = self._execution.orthogonalizer
+        group = complete_group(param_group, self._group_defaults, orthogonalizer=orthogonalizer, index=index)
         check_group_parameters(group, self.param_groups, index=index)
         allowed = set(group)
         super().add_param_group(group)
@@ -346,7 +347,8 @@ class Muon(Optimizer):
             CheckpointError: Names what does not fit; nothing was changed.
         """
         self._current_plan()
-        load_checked(self, state_dict, load=super().load_state_dict)
+        check = partial(check_values, orthogonalizer=self._execution.orthogonalizer)
+        load_checked(self, state_dict, check=check, load=super().load_state_dict)
         self._health.broken = None
         self._snapshot = None
         self._current_plan()

@@ -4,7 +4,14 @@ A group dict holds numbers, strings and tuples only, so that it pickles and load
 """
 
 from meshmuon.groups.complete import check_group_parameters, complete_group, group_records
-from meshmuon.groups.keys import check_defaults
+from meshmuon.groups.keys import check_defaults, check_values
 from meshmuon.groups.unknown import refuse_keywords
 
-__all__ = ["check_defaults", "check_group_parameters", "complete_group", "group_records", "refuse_keywords"]
+__all__ = [
+    "check_defaults",
+    "check_group_parameters",
+    "check_values",
+    "complete_group",
+    "group_records",
+    "refuse_keywords",
+]

@@ -7,26 +7,30 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from meshmuon.config import Algorithm, check_bool, check_word
+from meshmuon.config import Algorithm, Orthogonalizer, check_bool, check_word
 from meshmuon.errors import message, some
-from meshmuon.groups.keys import FOREIGN, KEYS, STRUCTURE, Check
+from meshmuon.groups.keys import FOREIGN, KEYS, STRUCTURE, Check, check_values
 from meshmuon.groups.unknown import refuse_others_keys, refuse_unknown
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.mesh import layout_of, local
 from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.tensors import check_parameter
-from meshmuon.polar.coefficients import plain_coefficients, resolve_schedule
 
 
 def complete_group(
-    group: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], *, index: int
+    group: Mapping[str, Any],
+    defaults: Mapping[str, Mapping[str, Any]],
+    *,
+    orthogonalizer: Orthogonalizer,
+    index: int,
 ) -> dict[str, Any]:
     """Turn a group as a user may write it into its plain, checked, complete form.
 
     Args:
         group: What the user wrote.
         defaults: Per algorithm, the values for what the group leaves out.
+        orthogonalizer: The optimizer's.
         index: Which group it is, for messages.
 
     Returns:
@@ -46,14 +50,10 @@ def complete_group(
     refuse_others_keys(unknown, algorithm, where=where)
     refuse_unknown(unknown, [*keys, "algorithm", "param_names"], where=where)
     values = {**defaults[algorithm], **{key: group[key] for key in keys if key in group}}
-    result: dict[str, Any] = {"params": params, "algorithm": algorithm}
-    for key, check in keys.items():
-        result[key] = check(f"{where}[{key!r}]", values[key])
+    checked = check_values(values, algorithm, orthogonalizer=orthogonalizer, where=where)
+    result: dict[str, Any] = {"params": params, "algorithm": algorithm, **checked}
     result.update({key: group[key] for key in FOREIGN if key in group})
-    if algorithm == "muon":
-        schedule = resolve_schedule(result["ns_coefficients"], result["ns_steps"])
-        result["ns_coefficients"] = plain_coefficients(result["ns_coefficients"], schedule)
-    else:
+    if algorithm == "adamw":
         _settle_adamw(result, group)
     return result
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
 
 from meshmuon.config import (
+    Algorithm,
     LRRule,
+    Orthogonalizer,
     RouteChoice,
     WeightDecayMode,
     check_betas,
@@ -19,7 +22,7 @@ from meshmuon.config import (
 )
 from meshmuon.errors import message
 from meshmuon.layout.matrix_view import MatrixView
-from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.coefficients import plain_coefficients, resolve_schedule
 
 Check = Callable[[str, Any], Any]
 
@@ -29,12 +32,24 @@ _positive: Check = partial(check_number, low=0.0, open_low=True)
 _check_eps: Check = partial(check_number, low=0.0, high=1.0, open_low=True)
 
 
+@contextmanager
+def _inside(where: str) -> Iterator[None]:
+    """Say in which group an error was found by a check that knows of none."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+
+
 def _check_rule(name: str, value: Any) -> str:
     return "original" if value is None else check_word(name, value, get_args(LRRule))
 
 
 def _check_view(name: str, value: Any) -> dict[str, Any]:
-    return MatrixView.of(value).as_dict()
+    with _inside(name):
+        return MatrixView.of(value).as_dict()
 
 
 def _check_route(name: str, value: Any) -> str:
@@ -92,3 +107,30 @@ def check_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> None:
         for key, check in KEYS[algorithm].items():
             check(_CONSTRUCTOR_NAMES.get((algorithm, key), key), values[key])
     resolve_schedule(defaults["muon"]["ns_coefficients"], defaults["muon"]["ns_steps"])
+
+
+def check_values(
+    values: Mapping[str, Any], algorithm: Algorithm, *, orthogonalizer: Orthogonalizer, where: str
+) -> dict[str, Any]:
+    """Check all hyper-parameters of a group, new or saved.
+
+    Args:
+        values: Name → value, complete; what is no hyper-parameter is left out.
+        algorithm: What the group takes.
+        orthogonalizer: The optimizer's, whose restarts the group's steps must reach.
+        where: The group, for messages.
+
+    Returns:
+        The values in their plain form.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a value is out of range.
+    """
+    result = {key: check(f"{where}[{key!r}]", values[key]) for key, check in KEYS[algorithm].items()}
+    if algorithm == "muon":
+        with _inside(where):
+            schedule = resolve_schedule(result["ns_coefficients"], result["ns_steps"])
+            orthogonalizer.check_steps(len(schedule))
+        result["ns_coefficients"] = plain_coefficients(result["ns_coefficients"], schedule)
+    return result
