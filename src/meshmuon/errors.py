@@ -6,7 +6,12 @@ here add a name for what can be acted upon by a program.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
+
+# torch calls `load_state_dict` hooks and wraps `step`; decorators and context managers stand between, too.
+_NOT_THE_USER = ("meshmuon", "torch", "contextlib", "functools")
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -45,6 +50,19 @@ def message(subject: str, *, found: str, do: str) -> str:
         One line in the house's form.
     """
     return " ".join(f"{subject}: {found}. {do}".split())  # arrays and tensors print themselves on several lines
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that called us, whatever way the call took inside.
+
+    Args:
+        text: What to say.
+        category: Kind of warning.
+    """
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_THE_USER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def one_of(words: Iterable[str]) -> str:

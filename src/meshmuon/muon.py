@@ -28,6 +28,7 @@ from meshmuon.groups import (
 from meshmuon.layout.mesh import mesh_groups
 from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
 from meshmuon.plan.describe import describe_groups, exact_values
+from meshmuon.plan.restarts import warn_of_sparse_restarts
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.routing import Overrides, route_params
@@ -161,6 +162,7 @@ class Muon(Optimizer):
         self._reasons = routed.reasons
         super().__init__(routed.groups, muon)
         self._start()
+        warn_of_sparse_restarts(self.plan)
         if global_rank() == 0:
             logger.info("%s", self)
 

@@ -1,10 +1,12 @@
 """The public function: right numbers in every form and dtype, no scale, no surprises at the edges."""
 
+import warnings
+
 import pytest
 import torch
 from benchmarks.numerics import DTYPES, FORMS, measure, spectra
 
-from meshmuon import Orthogonalizer, orthogonalize
+from meshmuon import Muon, Orthogonalizer, orthogonalize
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
 from meshmuon.polar.operations import TorchOperations
@@ -156,6 +158,40 @@ def test_auto_takes_the_cheaper_form_and_fp32_on_a_cpu():
 def test_wrong_inputs_are_refused(x, error):
     with pytest.raises(error, match="x:"):
         orthogonalize(x)
+
+
+SPARSE = [((), "bfloat16", 5, "(2, 4)"), ((2,), "bfloat16", 5, "(2, 4)"), ((4,), "float16", 5, "(2,)")]
+DENSE = [
+    ((2, 4), "bfloat16", 5),
+    ((1, 3), "float16", 5),
+    ((2,), "float16", 5),
+    ((), "float32", 5),
+    ((1, 2, 3, 4), "bfloat16", 5),
+]
+
+
+def with_restarts(restarts, dtype, steps, form="gram"):
+    orthogonalizer = Orthogonalizer(form=form, dtype=dtype, restarts=restarts)
+    return Muon([torch.nn.Parameter(torch.ones(8, 32))], ns_steps=steps, orthogonalizer=orthogonalizer)
+
+
+@pytest.mark.parametrize(("restarts", "dtype", "steps", "needed"), SPARSE)
+def test_restarts_too_few_for_the_dtype_diverge_in_silence(restarts, dtype, steps, needed):
+    with pytest.warns(UserWarning, match="restarts") as caught:
+        with_restarts(restarts, dtype, steps)
+    (warning,) = caught
+    assert str(restarts) in str(warning.message) and needed in str(warning.message) and dtype in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(("restarts", "dtype", "steps"), DENSE)
+def test_enough_restarts_are_no_reason_to_warn(restarts, dtype, steps):
+    """Also where they are others than ours: what counts is how far rounding can grow between two of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_restarts(restarts, dtype, steps)
+        with_restarts((), "bfloat16", 5, form="standard")
+        with_restarts("auto", dtype, steps)
 
 
 @pytest.mark.parametrize("restarts", [(5,), (0,), (2, 2), (3, 1), "never", 2])
