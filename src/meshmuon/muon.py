@@ -159,7 +159,7 @@ class Muon(Optimizer):
         )
         self._snapshot: Snapshot | None = None
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
-        self._reasons = routed.reasons
+        self._reasons, self._frozen = routed.reasons, routed.frozen
         super().__init__(routed.groups, muon)
         self._start()
         warn_of_sparse_restarts(self.plan)
@@ -360,7 +360,7 @@ class Muon(Optimizer):
         return self._agreement.counts()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {name: self.__dict__[name] for name in ("_group_defaults", "_execution", "_reasons")}
+        ours = {name: self.__dict__[name] for name in ("_group_defaults", "_execution", "_reasons", "_frozen")}
         return {**super().__getstate__(), **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -369,4 +369,4 @@ class Muon(Optimizer):
             self._start()
 
     def __repr__(self) -> str:
-        return f"Muon\n{self.plan}\n\n{describe_groups(self.param_groups)}"
+        return f"Muon\n{self.plan}\n\n{describe_groups(self.param_groups, frozen=self._frozen)}"

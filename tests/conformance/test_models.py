@@ -1,6 +1,7 @@
 """Models as people have them: tied, frozen, wrapped, with gradients missing."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,36 @@ def test_frozen_parameters_are_left_out() -> None:
     assert_same({name: net.get_parameter(name).detach() for name in frozen}, before)
     for name in names:
         assert torch.equal(net.get_parameter(name), oracle.net.get_parameter(name)), name
+
+
+def _line_about_frozen(opt: Muon) -> str:
+    return next((line for line in str(opt).splitlines() if "requires_grad=False" in line), "")
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["model", "pairs"])
+def test_frozen_parameters_are_left_out_in_silence(by_name: bool) -> None:
+    net = make_net()
+    assert _line_about_frozen(Muon(net)) == ""
+    net.embed.requires_grad_(False)
+    net.norm.requires_grad_(False)
+    opt = Muon(net.named_parameters() if by_name else net)
+    line = _line_about_frozen(opt)
+    assert "3 tensors" in line and all(name in line for name in ("embed.weight", "norm.weight", "norm.bias"))
+    assert _line_about_frozen(copy.deepcopy(opt)) == line
+    assert _line_about_frozen(pickle.loads(pickle.dumps(opt))) == line
+    net.norm.requires_grad_(True)
+    late = [(f"norm.{name}", param) for name, param in net.norm.named_parameters()]
+    opt.add_param_group({"params": late, "algorithm": "adamw"})
+    line = _line_about_frozen(opt)
+    assert "1 tensor:" in line and "embed.weight" in line and "norm" not in line
+
+
+def test_only_the_first_of_many_frozen_parameters_are_named() -> None:
+    model = nn.ModuleDict({f"layer{i:02}": nn.Linear(4, 4, bias=False) for i in range(20)})
+    for name, layer in model.items():
+        layer.requires_grad_(name == "layer00")
+    line = _line_about_frozen(Muon(model))
+    assert "19 tensors" in line and "layer01.weight" in line and "layer19" not in line and len(line) < 160
 
 
 def test_parameter_unfrozen_later_is_added_as_a_group() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshmuon.errors import some
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.assign import balance
 from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
@@ -203,16 +204,22 @@ def exact_values(group: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value.tolist() if isinstance(value, Tensor) else value!r}" for key, value in values)
 
 
-def describe_groups(param_groups: Sequence[Mapping[str, Any]]) -> str:
+def describe_groups(param_groups: Sequence[Mapping[str, Any]], *, frozen: Sequence[str] = ()) -> str:
     """Put the hyper-parameters of each group on one line.
 
     Args:
         param_groups: The optimizer's groups.
+        frozen: Names of parameters that were left out when it was built.
 
     Returns:
-        The lines, and one more where the defaults differ from torch.optim.Muon's.
+        The lines, one more about frozen parameters if there are any, and one where the defaults differ from
+        torch.optim.Muon's.
     """
     lines = [f"Parameter Group {index}: {describe_group(group)}" for index, group in enumerate(param_groups)]
+    added_since = {name for group in param_groups for name in group.get("param_names", ())}
+    if left_out := [name for name in frozen if name not in added_since]:
+        count = f"{len(left_out)} tensor{'s' if len(left_out) > 1 else ''}"
+        lines.append(f"Left out, requires_grad=False: {count}: {some(left_out, limit=3)}")
     muon = [group for group in param_groups if group["algorithm"] == "muon"]
     if any(g["ns_coefficients"] == "polar_express" and g["adjust_lr_fn"] == "match_rms_adamw" for g in muon):
         lines.append(

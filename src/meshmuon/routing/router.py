@@ -110,10 +110,11 @@ def route_names(
 
 @dataclass(frozen=True, slots=True)
 class RoutedGroups:
-    """Group dicts as a user may write them, and the reasons for those parameters that were routed here."""
+    """Group dicts as a user may write them, and the reasons for those parameters that were routed or left out here."""
 
     groups: list[dict[str, Any]]
     reasons: dict[str, str]
+    frozen: tuple[str, ...] = ()
 
 
 def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Overrides) -> RoutedGroups:
@@ -133,7 +134,8 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
     """
     expert_keys = check_words("expert_keys", expert_keys)
     if isinstance(params, nn.Module):
-        return _routed_groups(route_model(params, expert_keys=expert_keys, overrides=overrides))
+        routed = route_model(params, expert_keys=expert_keys, overrides=overrides)
+        return _routed_groups(routed, params.named_parameters())
     if isinstance(params, (Tensor, str, bytes)) or not isinstance(params, Iterable):
         found = f"a {type(params).__name__}"
         raise TypeError(message("params", found=found, do="Pass the model: Muon(model, lr=...)"))
@@ -143,7 +145,7 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
     if not listed:
         raise ValueError(message("params", found="an empty parameter list", do="Pass the model: Muon(model, lr=...)"))
     if all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in listed):
-        return _routed_groups(route_names(listed, expert_keys=expert_keys, overrides=overrides))
+        return _routed_groups(route_names(listed, expert_keys=expert_keys, overrides=overrides), listed)
     if overrides is not None:
         do = "Pass the model or named parameters; in group dicts write algorithm= and view= instead"
         raise ValueError(message("overrides", found="given with parameters that have no names to match", do=do))
@@ -164,10 +166,11 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
     return RoutedGroups([{"params": listed, "algorithm": "muon"}], {})
 
 
-def _routed_groups(routed: Sequence[RoutedTensor]) -> RoutedGroups:
+def _routed_groups(routed: Sequence[RoutedTensor], named: Iterable[tuple[str, Tensor]]) -> RoutedGroups:
     if not routed:
         raise ValueError(message("params", found="no trainable parameter", do="Unfreeze something (requires_grad)"))
-    return RoutedGroups(groups_of(routed), {item.routing.name: item.routing.reason for item in routed})
+    frozen = normalise_names(name for name, tensor in named if not tensor.requires_grad)
+    return RoutedGroups(groups_of(routed), {item.routing.name: item.routing.reason for item in routed}, tuple(frozen))
 
 
 def param_groups(
