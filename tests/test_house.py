@@ -21,6 +21,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"muon", "planner"},
+    {"preparation"},
     {"routing", "groups", "checkpoint"},
     {"runtime"},
     {"exchange", "update"},

@@ -11,30 +11,27 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon.checkpoint import complete_state_, load_checked
+from meshmuon.checkpoint import load_checked
 from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_lr
 from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.exchange import Exchange
-from meshmuon.exchange.groups import Groups, global_rank, world_size
-from meshmuon.exchange.peers import Health, Peers
+from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
     check_defaults,
     check_group_parameters,
     check_values,
     complete_group,
-    group_records,
     refuse_keywords,
 )
-from meshmuon.layout.mesh import mesh_groups
-from meshmuon.plan.bucket import Bucket, Plan, PolarSettings, build_plan
-from meshmuon.plan.describe import describe_groups, exact_values
+from meshmuon.layout.homes import Homes
+from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.describe import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
-from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
+from meshmuon.preparation import Preparation, Ready
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime import pipeline
 from meshmuon.runtime.local_tensors import LocalTensors
-from meshmuon.runtime.snapshot import Snapshot
 from meshmuon.update.adamw import AdamWRule, update_adamw_
 from meshmuon.update.apply import ApplyRule, apply_update_
 from meshmuon.update.momentum import MomentumRule, update_momentum_
@@ -157,11 +154,10 @@ class Muon(Optimizer):
             layout_invariant=layout_invariant,
             allow_no_muon=allow_no_muon,
         )
-        self._snapshot: Snapshot | None = None
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons, self._frozen = routed.reasons, routed.frozen
         super().__init__(routed.groups, muon)
-        self._start()
+        self._start(Homes(params))
         warn_of_sparse_restarts(self.plan)
         if global_rank() == 0:
             logger.info("%s", self)
@@ -180,35 +176,42 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._current_plan()
-        with self._peers.together():
-            self._peers.meet()
+        ready = self._ready()
+        with ready.peers.together():
+            ready.peers.meet()
             verdict = self._agreement.check(
-                self._tensors.watched(plan), found_inf=getattr(self, "found_inf", None), unscale=self._unscale()
+                self._tensors.watched(ready.plan),
+                peers=ready.peers,
+                found_inf=getattr(self, "found_inf", None),
+                unscale=self._unscale(),
             )
             if verdict.go:
-                self._take_step(plan, verdict.flag)
+                self._take_step(ready, verdict.flag)
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
         return loss
 
-    def _take_step(self, plan: Plan, proceed: Tensor | None) -> None:
-        for wave in plan.waves:
+    def _take_step(self, ready: Ready, proceed: Tensor | None) -> None:
+        for wave in ready.plan.waves:
+            journeys = (
+                pipeline.Journey(self._update(bucket, ready.exchange, proceed), bucket.bytes_in_flight)
+                for bucket in wave
+            )
             pipeline.run(
-                (pipeline.Journey(self._update(bucket, proceed), bucket.bytes_in_flight) for bucket in wave),
+                journeys,
                 max_in_flight=self._execution.max_in_flight,
                 workspace_bytes=self._execution.workspace_bytes,
             )
-        self._update_elementwise(plan, proceed)
+        self._update_elementwise(ready.plan, proceed)
 
-    def _update(self, bucket: Bucket, proceed: Tensor | None) -> Iterator[None]:
+    def _update(self, bucket: Bucket, exchange: Exchange, proceed: Tensor | None) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
         bucket = self._tensors.present(bucket)
-        matrices = self._tensors.matrices(bucket, places=self._exchange.places(bucket))
+        matrices = self._tensors.matrices(bucket, places=exchange.places(bucket))
         if not matrices:
             return
         group = self.param_groups[bucket.group]
-        size = self._exchange.buffer_size(bucket)
+        size = exchange.buffer_size(bucket)
         inputs = torch.empty(size, dtype=bucket.recipe.input_dtype, device=bucket.device)
         update_momentum_(
             matrices,
@@ -223,14 +226,14 @@ class Muon(Optimizer):
         )
         if self._execution.release_grads:
             matrices = self._tensors.release_gradients(matrices)
-        gathered = self._exchange.gather(bucket, inputs)  # a local bucket is already there
+        gathered = exchange.gather(bucket, inputs)  # a local bucket is already there
         if gathered.in_flight:
             yield
         stack = gathered.wait()
         del gathered, inputs  # what has arrived is in the stack: memory is bounded by letting go as early as possible
         directions = orthogonalize_stack(stack, bucket.recipe)
         del stack
-        scattered = self._exchange.scatter(bucket, directions)  # the same table, inverted
+        scattered = exchange.scatter(bucket, directions)  # the same table, inverted
         if scattered.in_flight:
             yield
         apply_update_(
@@ -273,44 +276,16 @@ class Muon(Optimizer):
     @property
     def plan(self) -> Plan:
         """All decisions: print it to see routes, reasons and costs."""
-        return self._current_plan()
+        return self._ready().plan
 
-    def _current_plan(self) -> Plan:
-        """The plan for the tensors as they are now: made anew if they were replaced, moved or cast."""
-        if self._snapshot is None or not self._snapshot.holds_for(self.param_groups):
-            self._snapshot = self._prepare()
-        return self._snapshot.plan
+    def _ready(self) -> Ready:
+        return self._preparation.ready(self.param_groups, self.state)
 
-    def _prepare(self) -> Snapshot:
-        """Check every tensor, decide the plan, and see to it that each parameter has the state it needs."""
-        records = group_records(self.param_groups, self._reasons)
-        polar = {
-            index: PolarSettings(resolve_schedule(group["ns_coefficients"], group["ns_steps"]), group["eps"])
-            for index, group in enumerate(self.param_groups)
-            if group["algorithm"] == "muon"
-        }
-        plan = build_plan(records, polar=polar, execution=self._execution, rank=global_rank(), ranks=world_size())
-        complete_state_(self.state, self.param_groups)
-        self._connect(plan)
-        return Snapshot.of(self.param_groups, plan)
-
-    def _connect(self, plan: Plan) -> None:
-        """What moves the buckets of a plan. Process groups are made when they are first needed, not here."""
-        self._groups = Groups()
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._groups.know(mesh_groups(param))
-        self._exchange = Exchange(self._groups, rank=plan.rank)
-        settings = {index: exact_values(group) for index, group in enumerate(self.param_groups)}
-        self._peers = Peers(plan, self._groups, settings=settings, health=self._health)
-        self._agreement.join(self._peers)
-
-    def _start(self) -> None:
+    def _start(self, homes: Homes) -> None:
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
-        self._health = Health()
-        self._snapshot = None
-        self._current_plan()
+        self._preparation = Preparation(self._execution, self._reasons, homes)
+        self._ready()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checked like those of the constructor.
@@ -330,13 +305,12 @@ class Muon(Optimizer):
         super().add_param_group(group)
         for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm
             self.param_groups[-1].pop(key, None)
-        if self._snapshot is not None:
-            self._current_plan()
+        if hasattr(self, "_preparation"):  # not while the constructor adds its own
+            self._ready()
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state in torch's form: `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW."""
-        self._current_plan()
-        self._peers.refuse_if_broken()
+        self._ready().peers.refuse_if_broken()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -348,12 +322,11 @@ class Muon(Optimizer):
         Raises:
             CheckpointError: Names what does not fit; nothing was changed.
         """
-        self._current_plan()
+        self._ready()
         check = partial(check_values, orthogonalizer=self._execution.orthogonalizer)
         load_checked(self, state_dict, check=check, load=super().load_state_dict)
-        self._health.broken = None
-        self._snapshot = None
-        self._current_plan()
+        self._preparation.state_was_loaded()
+        self._ready()
 
     def metrics(self) -> dict[str, float]:
         """Give plain numbers for any logger: steps taken, and steps skipped by reason."""
@@ -366,7 +339,7 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_execution" in state:  # a copy or an unpickled optimizer; torch's load_state_dict comes by here as well
-            self._start()
+            self._start(Homes())
 
     def __repr__(self) -> str:
         return f"Muon\n{self.plan}\n\n{describe_groups(self.param_groups, frozen=self._frozen)}"

@@ -202,14 +202,16 @@ def build_differently(kind):
 
 
 def change_later(key, value):
-    """After a step that all took, rank 1 alone changes a setting."""
+    """After a step that all took, rank 1 alone changes a setting; then the others do the same."""
     params = parameters(TABLE, on_mesh())
     opt = Muon(groups_of(params), **SETTINGS)
     give_gradients(params, 0)
     records = [attempt(opt.step, params, opt)]
-    if dist.get_rank() == 1:
-        opt.param_groups[0][key] = value
-    return [*records, attempt(opt.step, params, opt)]
+    for changes in (dist.get_rank() == 1, True):
+        if changes:
+            opt.param_groups[0][key] = value
+        records.append(attempt(opt.step, params, opt))
+    return records
 
 
 def partial_parameter():

@@ -38,7 +38,7 @@ def lose_a_rank(when):
         if when.startswith("before"):
             _die()
         at = {"during the gather": ("gather", 2), "after the gather": ("scatter", 1), "an error": ("gather", 2)}
-        _break(opt._exchange, *at[when], _fail if when == "an error" else _die)
+        _break(opt._ready().exchange, *at[when], _fail if when == "an error" else _die)
     records = {"step": attempt(opt.step, params, opt)}
     records["step again"] = attempt(opt.step, params, opt)
     records["state_dict"] = attempt(opt.state_dict)

@@ -154,15 +154,15 @@ def run_distributed(layout, dtype, settings, sabotage=None):
 
 def _sabotage_exchange(opt, sabotage):
     """Make the exchange deliver something else: an owner's result for another matrix, or two ranks' pieces swapped."""
-    scatter = type(opt._exchange).scatter
+    scatter = type(opt._ready().exchange).scatter
 
     def wrong(bucket, directions):
         if sabotage == "wrong owner":
-            return scatter(opt._exchange, bucket, directions.flip(-1))
-        pending = scatter(opt._exchange, bucket, directions)
+            return scatter(opt._ready().exchange, bucket, directions.flip(-1))
+        pending = scatter(opt._ready().exchange, bucket, directions)
         return pending.__class__(lambda: pending.finish().flip(0), pending.work, pending.sent)
 
-    opt._exchange.scatter = wrong
+    opt._ready().exchange.scatter = wrong
 
 
 def run_plain(layout, dtype, settings):

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from meshmuon.config import NonFinite
-from meshmuon.errors import GradientMismatchError, NonFiniteGradientError, NonFiniteGradientWarning, message, some
-from meshmuon.exchange.peers import AgreedRefusalError, Peers
+from meshmuon.errors import (
+    GradientMismatchError,
+    NonFiniteGradientError,
+    NonFiniteGradientWarning,
+    PlanMismatchError,
+    message,
+    some,
+)
+from meshmuon.exchange.peers import AgreedRefusalError, Peers, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class _Report:
         names: The parameters.
         bad: For each, whether a gradient was not usable on any rank; one more for anything on a connected mesh.
         torn: For each, whether some ranks had a gradient and some had none.
+        differing: For each, whether its hyper-parameters were not the same on all ranks.
         overflow: Whether GradScaler saw an overflow.
         arrived: When it is here; None if it is.
     """
@@ -63,6 +71,7 @@ class _Report:
     names: tuple[str, ...]
     bad: Tensor
     torn: Tensor
+    differing: Tensor
     overflow: Tensor
     arrived: torch.cuda.Event | None = None
 
@@ -72,21 +81,19 @@ class Agreement:
 
     def __init__(self, policy: NonFinite) -> None:
         self._policy = policy
-        self._peers: Peers | None = None
         self._steps = 0
         self._skipped = 0
         self._overflows = 0
         self._on_their_way: deque[_Report] = deque()
 
-    def join(self, peers: Peers) -> None:
-        """Agree with these from now on, keeping the counts. Alone, there is nobody to ask."""
-        self._peers = None if peers.alone else peers
-
-    def check(self, watched: Sequence[Watched], *, found_inf: Tensor | None, unscale: Tensor | None) -> Verdict:
+    def check(
+        self, watched: Sequence[Watched], *, peers: Peers, found_inf: Tensor | None, unscale: Tensor | None
+    ) -> Verdict:
         """Decide whether the step happens.
 
         Args:
             watched: Every parameter, in the order of the plan.
+            peers: The ranks to agree with.
             found_inf: GradScaler's own finding, or None.
             unscale: What the gradients will be multiplied with when read, or None.
 
@@ -103,19 +110,19 @@ class Agreement:
         if not isinstance(found_inf, Tensor):
             found_inf = None  # GradScaler gives the number 0 when there is no gradient at all
         read = self._policy != "ignore"
-        if self._peers is None and (refused := next((w.refused for w in watched if w.refused), None)):
+        if peers.alone and (refused := next((w.refused for w in watched if w.refused), None)):
             raise AgreedRefusalError(refused)
-        if self._peers is None and found_inf is None and not (read and any(w.grad is not None for w in watched)):
+        if peers.alone and found_inf is None and not (read and any(w.grad is not None for w in watched)):
             return Verdict(go=True)
-        report = self._report(watched, found_inf=found_inf, unscale=unscale, read=read)
+        report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
         if report.bad.device.type == "cpu" or self._policy == "raise" or self._steps == 1:
-            return Verdict(go=self._account(report, watched))
-        flag = ~(report.bad.any() | report.torn.any()) & (report.overflow == 0)
+            return Verdict(go=self._account(report, watched, peers))
+        flag = ~(report.bad.any() | report.torn.any() | report.differing.any()) & (report.overflow == 0)
         self._on_their_way.append(_sent(report))
         return Verdict(go=True, flag=flag)
 
     def _report(
-        self, watched: Sequence[Watched], *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
+        self, watched: Sequence[Watched], peers: Peers, *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
     ) -> _Report:
         grads = [w.grad for w in watched if w.grad is not None]
         device = grads[0].device if grads else (torch.device("cpu") if found_inf is None else found_inf.device)
@@ -123,30 +130,27 @@ class Agreement:
             _unusable(watched, device, unscale) if read else torch.zeros(len(watched), dtype=torch.bool, device=device)
         )
         overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
-        torn = torch.zeros_like(bad)
-        if self._peers is not None:
-            rows = [
-                bad,
-                _on(device, [w.shared and w.grad is None for w in watched]),
-                _on(device, [w.shared and w.grad is not None for w in watched]),
-                _on(device, [w.refused is not None for w in watched]),
-                overflow.ne(0).expand(len(watched)),
-            ]
-            bad, absent, present, refused, scaled = self._peers.combine(torch.stack(rows).to(torch.int32)).bool()
-            torn = absent & present & ~refused
-            flags = torch.stack([bad.any(), torn.any(), refused.any(), scaled.any()]).to(torch.int32)
-            any_bad, any_torn, any_refused, any_overflow = self._peers.spread(flags).bool().unbind()
-            bad, torn, overflow = (
-                torch.cat([bad, any_bad[None]]),
-                torch.cat([torn, any_torn[None]]),
-                any_overflow.float(),
-            )
-            if device.type == "cpu":
-                if bool(any_refused):
-                    self._raise_refusal(watched, refused)
-            else:  # nothing is written, and it is reported with the others when the answer has arrived
-                torn = torch.cat([torn[:-1] | refused, any_torn[None] | any_refused[None]])
-        return _Report(self._steps, tuple(w.name for w in watched), bad, torn, overflow)
+        names = tuple(w.name for w in watched)
+        if peers.alone:
+            none = torch.zeros_like(bad)
+            return _Report(self._steps, names, bad, none, none, overflow)
+        told = peers.combine(_status(watched, bad, overflow, peers.settings_hashes()))
+        bad, absent, present, refused, scaled, new_plan = told[: Row.SETTINGS].bool()
+        differing = told[Row.SETTINGS] != -told[Row.MINUS_SETTINGS]
+        torn = absent & present & ~refused
+        # What one mesh has learned must stop the others as well.
+        found = torch.stack([row.any() for row in (bad, torn, refused, scaled, new_plan, differing)])
+        beyond = peers.spread(found.to(torch.int32)).bool()
+        if device.type == "cpu":
+            if bool(beyond[4]) or bool(beyond[5]):
+                peers.meet(again=True)  # names what differs
+                return self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
+            if bool(beyond[2]):
+                self._raise_refusal(watched, refused)
+        else:  # nothing is written, and it is reported with the others when the answer has arrived
+            torn, beyond[1] = torn | refused, beyond[1] | beyond[2]
+        bad, torn, differing = (torch.cat([row, beyond[i : i + 1]]) for row, i in ((bad, 0), (torn, 1), (differing, 5)))
+        return _Report(self._steps, names, bad, torn, differing, beyond[3].float())
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
         mine = next((w.refused for w in watched if w.refused is not None), None)
@@ -169,7 +173,7 @@ class Agreement:
                 if not wait:
                     return
                 report.arrived.synchronize()
-            self._account(self._on_their_way.popleft(), watched=None)
+            self._account(self._on_their_way.popleft())
 
     def counts(self) -> dict[str, float]:
         """Give the counts for `metrics()`, waiting for those on their way."""
@@ -180,12 +184,17 @@ class Agreement:
             "skipped_grad_scaler": float(self._overflows),
         }
 
-    def _account(self, report: _Report, watched: Sequence[Watched] | None) -> bool:
+    def _account(self, report: _Report, watched: Sequence[Watched] | None = None, peers: Peers | None = None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
+        if bool(report.differing.any()):
+            odd = [name for name, differs in zip(report.names, report.differing.tolist(), strict=False) if differs]
+            found = f"not the same hyper-parameters on all ranks for {some(odd) or 'a parameter of another mesh'}"
+            do = "Nothing was changed. Set lr and all else alike on every rank"
+            raise PlanMismatchError(message(f"step {report.step}", found=found, do=do))
         torn = [name for name, split in zip(report.names, report.torn.tolist(), strict=False) if split]
         if bool(report.torn.any()):
             raise GradientMismatchError(
-                self._torn_message(report.step, torn or ["a parameter of another mesh"], watched)
+                self._torn_message(report.step, torn or ["a parameter of another mesh"], watched, peers)
             )
         if bool(report.overflow.item()):
             self._overflows += 1  # GradScaler expects these and lowers its scale: no reason to warn
@@ -202,10 +211,12 @@ class Agreement:
         warnings.warn(message(f"step {report.step}", found=found, do=do), NonFiniteGradientWarning, stacklevel=2)
         return False
 
-    def _torn_message(self, step: int, torn: Sequence[str], watched: Sequence[Watched] | None) -> str:
+    def _torn_message(
+        self, step: int, torn: Sequence[str], watched: Sequence[Watched] | None, peers: Peers | None
+    ) -> str:
         where = "some ranks"
-        if watched is not None and self._peers is not None:  # decided at once, so every rank is here to be asked
-            without = self._peers.ranks_without([w.name for w in watched if w.shared and w.grad is None])
+        if watched is not None and peers is not None:  # decided at once, so every rank is here to be asked
+            without = peers.ranks_without([w.name for w in watched if w.shared and w.grad is None])
             where = f"ranks {some(str(rank) for rank in without.get(torn[0], ()))}"
         found = f"no gradient on {where} for {some(torn)}, though others have one"
         do = "Nothing was changed. Every rank that holds a part of a parameter must give it a gradient, or none may"
@@ -229,10 +240,20 @@ def _unusable(watched: Sequence[Watched], device: torch.device, unscale: Tensor 
     return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
 
 
-def _on(device: torch.device, values: Sequence[bool]) -> Tensor:
-    """Bring bools to a device without waiting for it."""
-    host = torch.tensor(values, dtype=torch.bool, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor, settings: Sequence[int]) -> Tensor:
+    """What this rank has to tell: a row of numbers for each `Row`. Brought to the device without waiting for it."""
+    known = [
+        [w.shared and w.grad is None for w in watched],
+        [w.shared and w.grad is not None for w in watched],
+        [w.refused is not None for w in watched],
+        [False] * len(watched),
+        settings,
+        [-h for h in settings],
+    ]
+    host = torch.tensor(known, dtype=torch.int32, pin_memory=bad.is_cuda)
+    absent, present, refused, new_plan, plus, minus = host.to(bad.device, non_blocking=True)
+    scaled = overflow.ne(0).expand(len(watched)).to(torch.int32)
+    return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, plus, minus])
 
 
 def _sent(report: _Report) -> _Report:
@@ -241,8 +262,9 @@ def _sent(report: _Report) -> _Report:
     def to_host(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
-    bad, torn, overflow = to_host(report.bad), to_host(report.torn), to_host(report.overflow)
+    answers = [to_host(each) for each in (report.bad, report.torn, report.differing, report.overflow)]
     arrived = torch.cuda.Event() if report.bad.is_cuda else None
     if arrived is not None:
         arrived.record()
-    return _Report(report.step, report.names, bad, torn, overflow, arrived)
+    bad, torn, differing, overflow = answers
+    return _Report(report.step, report.names, bad, torn, differing, overflow, arrived)

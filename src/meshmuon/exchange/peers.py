@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,19 @@ class Health:
     broken: str | None = None
 
 
+class Row(IntEnum):
+    """What every rank tells its peers about each parameter, each step: a number, of which all learn the largest."""
+
+    BAD = 0
+    ABSENT = 1
+    PRESENT = 2
+    REFUSED = 3
+    OVERFLOW = 4
+    NEW_PLAN = 5
+    SETTINGS = 6
+    MINUS_SETTINGS = 7  # the largest of -h is minus the least of h: the two tell whether all have the same h
+
+
 class AgreedRefusalError(Exception):
     """Carries an error of this rank that every peer has heard of: nothing was changed, nothing is broken."""
 
@@ -43,12 +58,22 @@ class Peers:
     proven once, by comparing fingerprints; from then on, what they send each other depends on the plan alone.
     """
 
-    def __init__(self, plan: Plan, groups: Groups, *, settings: Mapping[int, str], health: Health) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        *,
+        settings: Callable[[], Sequence[str]],
+        health: Health,
+        before: Peers | None = None,
+    ) -> None:
         self._plan = plan
         self._groups = groups
         self._settings = settings
         self._health = health
         self._met = False
+        # Peers that have met under an older plan, and may still have it: they wait to be told.
+        self._before: Peers | None = before if before is None or before._met else before._before
         self._everyone: Ranks = ()
         self._assemblies: dict[Ranks, list[int]] = {}
         for index, parameter in enumerate(plan.parameters):
@@ -93,22 +118,33 @@ class Peers:
             do = "A peer is gone or failed. Parameters may be half updated: reload a checkpoint on all ranks"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
 
-    def meet(self) -> None:
+    def settings_hashes(self) -> list[int]:
+        """Give a number for each parameter that changes with any hyper-parameter of its group."""
+        hashes = [zlib.crc32(words.encode()) >> 1 for words in self._settings()]
+        return [hashes[parameter.group] for parameter in self._plan.parameters]
+
+    def meet(self, *, again: bool = False) -> None:
         """Make the process groups and prove that all peers have the same plan. Once; later calls do nothing.
+
+        Args:
+            again: Whether to prove it once more, because a peer has said that it has a new plan or other settings.
 
         Raises:
             PlanMismatchError: Names the first parameter that differs and the ranks. Nothing was changed anywhere.
         """
-        if self._met:
+        if self._met and not again:
             return
+        if self._before is not None:
+            self._before.announce_new_plan()
         self._groups.ensure(set(self._assemblies))
+        settings = dict(enumerate(self._settings()))
         for ranks, indices in sorted(self._assemblies.items()):
             shared = [self._plan.parameters[i] for i in indices]
-            lines = fingerprint(shared, settings=self._settings, execution=self._plan.execution)
-            self._compare(ranks, lines)
+            self._compare(ranks, fingerprint(shared, settings=settings, execution=self._plan.execution))
         self._everyone = self._connected()
         teams = {bucket.team for bucket in self._plan.buckets if bucket.team}
         self._groups.ensure(teams | ({self._everyone} if self._everyone else set()))
+        self._before = None
         self._met = True
 
     def _connected(self) -> Ranks:
@@ -134,11 +170,24 @@ class Peers:
         dist.all_gather_object(texts, lines, group=group)
         raise PlanMismatchError(_difference(ranks, texts))
 
+    def announce_new_plan(self) -> None:
+        """Tell peers that may still have the old plan, in the words they expect at the start of a step."""
+        if self.alone:
+            return
+        status = torch.zeros(len(Row), len(self._plan.parameters), dtype=torch.int32, device=self._device)
+        status[Row.NEW_PLAN] = 1
+        told = self.combine(status)
+        self.spread(told.amax(dim=1))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._plan.parameters[next(iter(self._assemblies.values()))[0]].device
+
     def combine(self, status: Tensor) -> Tensor:
         """Take the element-wise maximum over the ranks that hold each parameter.
 
         Args:
-            status: (rows, parameters), int32, of this rank.
+            status: (one `Row` each, parameters), int32, of this rank.
 
         Returns:
             The same shape, the same on all of them.

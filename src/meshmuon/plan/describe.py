@@ -198,10 +198,16 @@ def exact_values(group: Mapping[str, Any]) -> str:
         group: The group.
 
     Returns:
-        Every value, with all digits.
+        Every value, with all digits; of a tensor on an accelerator only that it is one (to read it is to wait).
     """
     values = ((key, value) for key, value in group.items() if key not in _NOT_SHOWN)
-    return ", ".join(f"{key}={value.tolist() if isinstance(value, Tensor) else value!r}" for key, value in values)
+    return ", ".join(f"{key}={_exact(value)}" for key, value in values)
+
+
+def _exact(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return str(value.tolist()) if value.device.type == "cpu" else f"a tensor on {value.device.type}"
 
 
 def describe_groups(param_groups: Sequence[Mapping[str, Any]], *, frozen: Sequence[str] = ()) -> str:

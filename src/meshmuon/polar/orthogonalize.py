@@ -186,7 +186,7 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
     Returns:
         A new (batch, m, n) in the recipe's dtype.
     """
-    batch, m, n = x.shape
+    m, n = x.shape[-2:]
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from meshmuon.layout.mesh import placements
-from meshmuon.plan.bucket import Plan
 
 # What a plan depends on. Every other hyper-parameter is read anew at each step.
 _PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route")
@@ -41,28 +40,26 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A plan, and the tensors and settings it was made for.
+    """The tensors and settings a plan was made for.
 
     accelerate replaces the tensors of an optimizer's groups after construction; `model.to` moves or casts them.
     """
 
-    plan: Plan
     settings: tuple[tuple[Any, ...], ...]
     tensors: tuple[tuple[_Seen, ...], ...]
 
     @classmethod
-    def of(cls, param_groups: Sequence[Mapping[str, Any]], plan: Plan) -> Snapshot:
+    def of(cls, param_groups: Sequence[Mapping[str, Any]]) -> Snapshot:
         """Remember what a plan was made for.
 
         Args:
             param_groups: The optimizer's groups.
-            plan: The plan.
 
         Returns:
             The snapshot.
         """
         tensors = tuple(tuple(map(_Seen.of, group["params"])) for group in param_groups)
-        return cls(plan, _settings(param_groups), tensors)
+        return cls(_settings(param_groups), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether the plan is still the right one.

@@ -1,0 +1,106 @@
+"""Before a step: the plan for the tensors as they are now, and what carries it out. Made anew when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshmuon.checkpoint import complete_state_
+from meshmuon.config import Execution
+from meshmuon.exchange.exchange import Exchange
+from meshmuon.exchange.groups import Groups, global_rank, world_size
+from meshmuon.exchange.peers import Health, Peers
+from meshmuon.groups import group_records
+from meshmuon.layout.homes import Homes
+from meshmuon.layout.mesh import mesh_groups
+from meshmuon.plan.bucket import Plan, PolarSettings, build_plan
+from meshmuon.plan.describe import exact_values
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.runtime.snapshot import Snapshot
+
+Groupings = list[dict[str, Any]]
+State = dict[Tensor, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Everything a step needs that is not a tensor.
+
+    Attributes:
+        plan: All decisions.
+        exchange: Moves the plan's buckets. Process groups are made when they are first needed.
+        peers: The ranks to agree with.
+    """
+
+    plan: Plan
+    exchange: Exchange
+    peers: Peers
+
+
+class Preparation:
+    """Keeps an optimizer ready for the tensors it has.
+
+    Args:
+        execution: The bounds and choices of the run.
+        reasons: Why parameters take their algorithm, by name.
+        homes: The modules that hold the parameters, as far as they are known.
+    """
+
+    def __init__(self, execution: Execution, reasons: Mapping[str, str], homes: Homes) -> None:
+        self._execution = execution
+        self._reasons = reasons
+        self._homes = homes
+        self._health = Health()
+        self._snapshot = Snapshot.of([])
+        self._ready: Ready | None = None
+
+    def ready(self, param_groups: Groupings, state: State) -> Ready:
+        """Give what a step needs: what it was, unless tensors were replaced, moved or cast since, or a setting changed.
+
+        Args:
+            param_groups: The optimizer's groups; parameters the model has replaced are replaced here too.
+            state: Its state; completed for every parameter.
+
+        Returns:
+            The plan for the tensors as they are, and what carries it out.
+        """
+        for old, new in self._homes.follow():
+            # Its momentum starts anew: the old one lies otherwise.
+            state.pop(old, None)
+            for group in param_groups:
+                group["params"] = [new if param is old else param for param in group["params"]]
+        if self._ready is None or not self._snapshot.holds_for(param_groups):
+            plan = self._plan(param_groups)
+            complete_state_(state, param_groups)
+            self._ready = self._connected(plan, param_groups, before=self._ready)
+            self._snapshot = Snapshot.of(param_groups)
+        return self._ready
+
+    def state_was_loaded(self) -> None:
+        """Begin afresh: whatever a lost rank left half done has been replaced."""
+        self._health.broken = None
+        self._ready = None
+
+    def _plan(self, param_groups: Groupings) -> Plan:
+        polar = {
+            index: PolarSettings(resolve_schedule(group["ns_coefficients"], group["ns_steps"]), group["eps"])
+            for index, group in enumerate(param_groups)
+            if group["algorithm"] == "muon"
+        }
+        records = group_records(param_groups, self._reasons)
+        return build_plan(records, polar=polar, execution=self._execution, rank=global_rank(), ranks=world_size())
+
+    def _connected(self, plan: Plan, param_groups: Groupings, *, before: Ready | None) -> Ready:
+        groups = Groups()
+        for group in param_groups:
+            for param in group["params"]:
+                groups.know(mesh_groups(param))
+
+        def settings() -> list[str]:
+            return [exact_values(group) for group in param_groups]
+
+        peers = Peers(plan, groups, settings=settings, health=self._health, before=before.peers if before else None)
+        return Ready(plan, Exchange(groups, rank=plan.rank), peers)
