@@ -6,7 +6,6 @@ kept, and a state that does not fit is refused by the parameter's name, at load.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon._compat import has_fused_adamw
-from meshmuon.errors import CheckpointError, message, some
+from meshmuon.errors import CheckpointError, message, some, warn_user
 from meshmuon.layout.mesh import placements
 from meshmuon.layout.names import normalise_names
 
@@ -194,17 +193,30 @@ def check_state_dict(
     saved_groups = state_dict.get("param_groups")
     if not isinstance(saved_groups, list) or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(message("state_dict", found="no state or param_groups", do="Pass opt.state_dict()"))
+    _refuse_adamw(saved_groups, param_groups)
     if len(saved_groups) != len(param_groups):
         found = f"{len(saved_groups)} parameter groups, this optimizer has {len(param_groups)}"
         raise CheckpointError(message("state_dict", found=found, do="Build the optimizer as it was when saved"))
     state = state_dict["state"]
-    if not state and any(group["params"] for group in param_groups):
-        warnings.warn("the checkpoint holds no optimizer state: starting afresh", UserWarning, stacklevel=3)
     groups = [
         _checked_group(saved, group, state, check=check, where=f"state_dict param_groups[{index}]")
         for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True))
     ]
+    if not state and any(group["params"] for group in param_groups):
+        warn_user("the checkpoint holds no optimizer state: starting afresh")
     return {**state_dict, "param_groups": groups}
+
+
+def _refuse_adamw(saved_groups: Sequence[Any], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Say what it is when somebody continues an AdamW run: counting its groups would not help."""
+    is_adamw = saved_groups and all(isinstance(g, Mapping) and "amsgrad" in g and "betas" in g for g in saved_groups)
+    muon = [(i, group) for i, group in enumerate(param_groups) if group["algorithm"] == "muon" and group["params"]]
+    if is_adamw and muon:
+        index, group = muon[0]
+        name = repr(group["param_names"][0]) if group.get("param_names") else f"param_groups[{index}][0]"
+        found = f"saved by torch.optim.AdamW or Adam, which has no momentum_buffer for {name} and others that take Muon"
+        do = "Do not load it: start with fresh optimizer state, and warm the learning rate up"
+        raise CheckpointError(message("state_dict", found=found, do=do))
 
 
 def _checked_group(

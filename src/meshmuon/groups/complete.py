@@ -98,9 +98,13 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
         check_names((name for name, _ in listed), where=where)
         short = normalise_names(name for name, _ in listed)
         listed = [(name, tensor) for name, (_, tensor) in zip(short, listed, strict=True)]
-    tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in listed]
-    if len({id(tensor) for tensor in tensors}) != len(tensors):
-        raise ValueError(message(where, found="the same parameter twice", do="Give each parameter once"))
+    seen: dict[int, str] = {}
+    for position, item in enumerate(listed):
+        name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (position, item)
+        if id(tensor) in seen:
+            found = f"the same parameter twice, {seen[id(tensor)]} and {name!r}"
+            raise ValueError(message(where, found=found, do="Give each parameter once"))
+        seen[id(tensor)] = repr(name)
     return listed
 
 
@@ -116,16 +120,27 @@ def check_group_parameters(group: Mapping[str, Any], others: Sequence[Mapping[st
         TypeError: If a parameter is of a kind that cannot be trained.
         ValueError: If it does not fit its algorithm or view, or is already there.
     """
-    taken = {id(tensor) for other in others for tensor in other["params"]}
-    taken_names = {name for other in others for name in other.get("param_names", ())}
+    taken, taken_names = _places(others)
     for position, item in enumerate(group["params"]):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (_unnamed(index, position), item)
         check_parameter(name, tensor)
         if id(tensor) in taken or name in taken_names:
-            found = "already in another parameter group"
+            first = taken.get(id(tensor)) or f"another parameter of that name in {taken_names[name]}"
+            found = f"already in another parameter group: {first}"
             raise ValueError(message(f"parameter {name!r}", found=found, do="Give each parameter once"))
         if group["algorithm"] == "muon":
             MatrixView.of(group["view"]).blocks(name, tuple(tensor.shape))
+
+
+def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[int, str], dict[str, str]]:
+    """Where parameters are: by identity, and by name."""
+    tensors, names = {}, {}
+    for index, group in enumerate(param_groups):
+        where = f"param_groups[{index}]"
+        called = group.get("param_names") or [_unnamed(index, i) for i in range(len(group["params"]))]
+        tensors.update({id(t): f"{name!r} of {where}" for name, t in zip(called, group["params"], strict=True)})
+        names.update(dict.fromkeys(group.get("param_names", ()), where))
+    return tensors, names
 
 
 def group_records(param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> list[ParameterRecord]:

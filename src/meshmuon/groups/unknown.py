@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from meshmuon.config import Algorithm
+from meshmuon.config import Algorithm, Execution
 from meshmuon.errors import message
 from meshmuon.groups.keys import ADAMW_KEYS, MUON_KEYS
 
@@ -46,10 +47,20 @@ _OTHERS_WORDS = {
     "adamw_wd": "adamw_weight_decay",
     "chunk_size": "workspace_bytes",
     "none_grad": "release_grads",
-    "clip_config": "qk_clip",
     "is_muon_func": "overrides",
-    "distributed_mesh": "process_group",
     "cautious_wd": "weight_decay_mode",
+}
+# The same inside a group, where AdamW's values have their own names.
+_OTHERS_KEYS = {
+    **dict.fromkeys(("adamw_eps", "adam_eps", "epsilon"), "eps"),
+    **dict.fromkeys(("adamw_weight_decay", "adamw_wd"), "weight_decay"),
+    **dict.fromkeys(("adamw_lr", "adam_lr"), "lr"),
+}
+_ARGUMENTS = {field.name for field in fields(Execution)} | {"overrides", "expert_keys"}
+_NO_MESH = "Nothing is needed: meshes and layouts are read from the tensors"
+_WITHOUT_OURS = {
+    "clip_config": "That would be 'qk_clip', which is not in this version: leave it out",
+    **dict.fromkeys(("distributed_mesh", "device_mesh", "mesh"), _NO_MESH),
 }
 _TORCH_FLAGS = {
     "maximize": "Negate the loss instead",
@@ -98,10 +109,19 @@ def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) 
     for name in unknown:
         if name in _TORCH_FLAGS:
             raise TypeError(message(f"{where} {name!r}", found="not supported", do=_TORCH_FLAGS[name]))
-        near = difflib.get_close_matches(name, known, n=1)
-        meant = _OTHERS_WORDS.get(name) or (near[0] if near else None)
-        do = f"Did you mean {meant!r}?" if meant else f"Known are: {', '.join(known)}"
-        raise TypeError(message(f"{where} {name!r}", found="unknown", do=do))
+        raise TypeError(message(f"{where} {name!r}", found="unknown", do=_advice(name, known)))
+
+
+def _advice(name: str, known: Sequence[str]) -> str:
+    """Say what was probably meant; never a word that would be refused in turn."""
+    if name in _WITHOUT_OURS:
+        return _WITHOUT_OURS[name]
+    words = _OTHERS_WORDS if "params" in known else {**_OTHERS_WORDS, **_OTHERS_KEYS}
+    meant = words.get(name, name)
+    if meant not in known and meant in _ARGUMENTS:
+        return f"Give it to the optimizer: Muon(..., {meant}=...)"
+    near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known are: {', '.join(known)}"
 
 
 def refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: str) -> None:
@@ -117,7 +137,8 @@ def refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: s
         ValueError: If one is not in this version.
     """
     for key in unknown:
-        if key in MUON_KEYS or key in ADAMW_KEYS:
+        is_adamws = key.startswith(("adamw_", "adam_")) and algorithm == "muon"
+        if key in MUON_KEYS or key in ADAMW_KEYS or is_adamws:
             found = f"no hyper-parameter of {algorithm}, which this group takes"
             raise TypeError(message(f"{where}[{key!r}]", found=found, do="Remove it, or change the algorithm"))
         if key in _LATER:

@@ -141,6 +141,9 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
         raise TypeError(message("params", found=found, do="Pass the model: Muon(model, lr=...)"))
     if isinstance(params, (set, frozenset)):
         raise TypeError(message("params", found="a set", do="Use a list: the order of a set is random"))
+    if isinstance(params, Mapping) and "params" in params and not all(isinstance(v, Tensor) for v in params.values()):
+        do = 'Put it in a list: Muon([{"params": ..., "algorithm": ...}])'
+        raise TypeError(message("params", found="one group dict", do=do))
     listed: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
     if not listed:
         raise ValueError(message("params", found="an empty parameter list", do="Pass the model: Muon(model, lr=...)"))
