@@ -44,6 +44,7 @@ def test_every_survivor_raises_and_refuses_from_then_on(lost, when):
     for ok, records in survivors:
         assert ok, records
         assert_broken(records["step"])
+        assert f"no answer from rank {RANKS - 1} " in records["step"]["message"]
         for action in ("step again", "state_dict"):
             assert_broken(records[action])
             assert records[action]["changed"] == [] and records[action]["seconds"] < 1

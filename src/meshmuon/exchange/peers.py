@@ -21,7 +21,9 @@ from meshmuon.errors import (
     some,
 )
 from meshmuon.exchange.groups import Groups
-from meshmuon.plan.bucket import Plan, digest, fingerprint
+from meshmuon.exchange.roll_call import silent_ranks
+from meshmuon.plan.bucket import Plan
+from meshmuon.plan.fingerprint import digest, fingerprint, team_fingerprints
 
 Ranks = tuple[int, ...]
 _MESHES_IN_A_CHAIN = 4
@@ -32,6 +34,7 @@ class Health:
     """Whether a collective failed in the middle of a step, and how. Outlives plans; a loaded checkpoint heals it."""
 
     broken: str | None = None
+    incidents: int = 0
 
 
 class Row(IntEnum):
@@ -114,8 +117,11 @@ class Peers:
             if self.alone:
                 raise
             self._health.broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            found = f"a step failed on rank {self._plan.rank} ({self._health.broken})"
-            do = "A peer is gone or failed. Parameters may be half updated: reload a checkpoint on all ranks"
+            self._health.incidents += 1
+            silent = silent_ranks(sorted(set().union(*self._assemblies)), incident=self._health.incidents)
+            gone = f"no answer from rank {some(map(str, silent))}" if silent else "a peer is gone or failed"
+            found = f"a step failed on rank {self._plan.rank}, {gone} ({self._health.broken})"
+            do = "Parameters may be half updated: reload a checkpoint on all ranks"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
 
     def settings_hashes(self) -> list[int]:
@@ -142,8 +148,10 @@ class Peers:
             shared = [self._plan.parameters[i] for i in indices]
             self._compare(ranks, fingerprint(shared, settings=settings, execution=self._plan.execution))
         self._everyone = self._connected()
-        teams = {bucket.team for bucket in self._plan.buckets if bucket.team}
-        self._groups.ensure(teams | ({self._everyone} if self._everyone else set()))
+        teams = team_fingerprints(self._plan.buckets)
+        self._groups.ensure(set(teams) | ({self._everyone} if self._everyone else set()))
+        for team, lines in sorted(teams.items()):
+            self._compare(team, lines)
         self._before = None
         self._met = True
 
@@ -159,8 +167,7 @@ class Peers:
 
     def _compare(self, ranks: Ranks, lines: list[str]) -> None:
         group = self._groups[ranks]
-        device = self._plan.parameters[self._assemblies[ranks][0]].device
-        mine = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8).to(device)
+        mine = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8).to(self._device)
         every = [torch.empty_like(mine) for _ in ranks]
         dist.all_gather(every, mine, group=group)
         hashes = [bytes(each.tolist()) for each in every]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections import Counter
@@ -139,42 +138,6 @@ def bytes_sent(bucket: Bucket, rank: int) -> int:
         elif bucket.team[owner] in matrix.share.copy_of(rank):
             total += piece * bucket.recipe.input_dtype.itemsize
     return total
-
-
-def fingerprint(
-    parameters: Iterable[ParameterRecord], *, settings: Mapping[int, str], execution: Execution
-) -> list[str]:
-    """Say, a line for each parameter, everything that ranks must agree on.
-
-    Args:
-        parameters: The parameters they share.
-        settings: For each group, its hyper-parameters, exactly.
-        execution: How the step runs: what is in flight together decides the order of collectives.
-
-    Returns:
-        Lines whose hash is the same on every rank that will do the same. Groups count from the first that is shared:
-        their numbers may differ where ranks have groups of their own.
-    """
-    numbers: dict[int, int] = {}
-    lines = [f"(execution) {execution}"]
-    for p in parameters:
-        group = numbers.setdefault(p.group, len(numbers))
-        cuts = p.layout.cuts if p.layout else None
-        what = f"{p.shape} {p.dtype} {p.routing.algorithm} {p.routing.view.as_dict()} {cuts}"
-        lines.append(f"{p.name} {what} group {group}: {settings[p.group]}")
-    return lines
-
-
-def digest(lines: Iterable[str]) -> bytes:
-    """Hash the lines of a fingerprint.
-
-    Args:
-        lines: The lines.
-
-    Returns:
-        32 bytes.
-    """
-    return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
 def build_plan(
