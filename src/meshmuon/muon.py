@@ -329,7 +329,12 @@ class Muon(Optimizer):
         self._ready()
 
     def metrics(self) -> dict[str, float]:
-        """Give plain numbers for any logger: steps taken, and steps skipped by reason."""
+        """Give plain numbers for any logger, counted since this object was made.
+
+        Returns:
+            `steps`: calls of `step`, skipped ones included; `skipped_non_finite` and `skipped_grad_scaler`: of these,
+            how many changed nothing, and why.
+        """
         return self._agreement.counts()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,13 +10,12 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from meshmuon.errors import message, one_of
 
 Triple: TypeAlias = tuple[float, float, float]
 Schedule: TypeAlias = tuple[Triple, ...]
-CoefficientName = Literal["polar_express", "keller", "you"]
 
 MAX_STEPS = 20
 
@@ -115,9 +114,7 @@ def resolve_schedule(coefficients: str | Sequence[object], steps: int) -> Schedu
         TypeError: If it is none of the three forms.
     """
     _check_steps(steps)
-    if isinstance(coefficients, str):
-        return _named(coefficients, steps)
-    schedule = _listed(coefficients, steps)
+    schedule = _named(coefficients, steps) if isinstance(coefficients, str) else _listed(coefficients, steps)
     check_schedule(schedule)
     return schedule
 

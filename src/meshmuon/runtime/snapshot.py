@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,8 @@ class Snapshot:
             The snapshot.
         """
         tensors = tuple(tuple(map(_Seen.of, group["params"])) for group in param_groups)
-        return cls(_settings(param_groups), tensors)
+        # Copied: views are dicts, and a user's edit in place would change what is remembered, too.
+        return cls(copy.deepcopy(_settings(param_groups)), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether the plan is still the right one.

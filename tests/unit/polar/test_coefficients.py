@@ -5,6 +5,7 @@ import math
 import pytest
 
 from meshmuon import polar_express
+from meshmuon.polar import coefficients
 from meshmuon.polar.coefficients import (
     _LOWER_FOR_FEW_STEPS,
     KELLER,
@@ -62,6 +63,14 @@ def test_named_sets_are_safe_for_any_number_of_steps(name, steps):
     schedule = resolve_schedule(name, steps)
     assert len(schedule) == steps
     check_schedule(schedule)
+
+
+def test_a_named_set_is_taken_without_the_check(monkeypatch):
+    aol = ((4.0098, -7.0585, 2.4635),) * 5
+    monkeypatch.setattr(coefficients, "YOU", aol)
+    monkeypatch.setattr(coefficients, "_named", coefficients._named.__wrapped__)
+    with pytest.raises(ValueError, match="unsafe"):
+        resolve_schedule("you", 5)
 
 
 @pytest.mark.parametrize(("steps", "lower"), _LOWER_FOR_FEW_STEPS.items())
