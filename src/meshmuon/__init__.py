@@ -15,6 +15,7 @@ from meshmuon.errors import (
     PlanMismatchError,
 )
 from meshmuon.layout.matrix_view import MatrixView as View
+from meshmuon.layout.plain import Sharded, megatron_shards
 from meshmuon.muon import Muon
 from meshmuon.polar.coefficients import polar_express
 from meshmuon.polar.orthogonalize import orthogonalize
@@ -32,8 +33,10 @@ __all__ = [
     "NonFiniteGradientWarning",
     "Orthogonalizer",
     "PlanMismatchError",
+    "Sharded",
     "View",
     "convert_lr",
+    "megatron_shards",
     "orthogonalize",
     "param_groups",
     "polar_express",

@@ -18,6 +18,7 @@ DTypeChoice = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 LRRule = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 WeightDecayMode = Literal["decoupled", "cautious", "l2"]
 RouteChoice = Literal["auto", "owner"]
+Mode = Literal["exact", "blockwise"]
 Sharing = Literal["auto", "always", "never"]
 NonFinite = Literal["skip", "raise", "ignore"]
 
@@ -109,6 +110,27 @@ def check_integer(name: str, value: Any, *, low: int) -> int:
     if value < low:
         raise ValueError(message(name, found=str(value), do=f"Use a whole number >= {low}"))
     return value
+
+
+def check_sizes(name: str, value: Any) -> tuple[int, ...]:
+    """Accept a list of sizes, each at least 1.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        TypeError: If it is not a list of whole numbers.
+        ValueError: If it is empty, or one is below 1.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(message(name, found=repr(value), do="Give a tuple of sizes"))
+    if not value:
+        raise ValueError(message(name, found="no size at all", do="Give a tuple of sizes"))
+    return tuple(check_integer(name, size, low=1) for size in value)
 
 
 def check_bool(name: str, value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from meshmuon.groups import (
     check_group_parameters,
     check_values,
     complete_group,
+    declare_shards,
     refuse_keywords,
 )
 from meshmuon.layout.homes import Homes
+from meshmuon.layout.plain import Sharded, plain_layouts
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.describe import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
@@ -74,6 +76,9 @@ class Muon(Optimizer):
         non_finite: What to do about NaN or inf in a gradient: "skip" the step and warn, "raise", or "ignore".
         release_grads: Whether gradients are set to None once they have been read.
         layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, at some cost.
+        process_group: The ranks that hold the same plain tensors and have averaged their gradients; they share the
+            matrices. A `DistributedDataParallel` model supplies its own.
+        sharded: Name → `Sharded(dim, group)`, for plain tensors that are shards (tensor parallelism without DTensor).
         share_replicas: Whether HSDP replicas each compute a part of the matrices and exchange the results: "always",
             "never", or "auto", where it pays.
         max_in_flight: How many buckets may be between gather and scatter at a time.
@@ -110,6 +115,8 @@ class Muon(Optimizer):
         non_finite: NonFinite = "skip",
         release_grads: bool = False,
         layout_invariant: bool | None = None,
+        process_group: Any = None,
+        sharded: Mapping[str, Sharded] | None = None,
         share_replicas: Sharing = "auto",
         max_in_flight: int = 2,
         workspace_bytes: int = 2**30,
@@ -140,7 +147,7 @@ class Muon(Optimizer):
             "decay_vectors": adamw_weight_decay is not None,
         }
         self._group_defaults: dict[str, dict[str, Any]] = {
-            "muon": {**muon, "view": None, "route": "auto"},
+            "muon": {**muon, "view": None, "route": "auto", "mode": "exact"},
             "adamw": adamw,
         }
         check_defaults(self._group_defaults)
@@ -154,6 +161,7 @@ class Muon(Optimizer):
             layout_invariant=layout_invariant,
             allow_no_muon=allow_no_muon,
         )
+        self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons, self._frozen = routed.reasons, routed.frozen
         super().__init__(routed.groups, muon)
@@ -284,7 +292,7 @@ class Muon(Optimizer):
     def _start(self, homes: Homes) -> None:
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
-        self._preparation = Preparation(self._execution, self._reasons, homes)
+        self._preparation = Preparation(self._execution, self._reasons, homes, self._layouts)
         self._ready()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -300,7 +308,8 @@ class Muon(Optimizer):
         index = len(self.param_groups)
         orthogonalizer = self._execution.orthogonalizer
         group = complete_group(param_group, self._group_defaults, orthogonalizer=orthogonalizer, index=index)
-        check_group_parameters(group, self.param_groups, index=index)
+        declare_shards(param_group, self._layouts, index=index)
+        check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
         allowed = set(group)
         super().add_param_group(group)
         for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm
@@ -338,7 +347,9 @@ class Muon(Optimizer):
         return self._agreement.counts()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {name: self.__dict__[name] for name in ("_group_defaults", "_execution", "_reasons", "_frozen")}
+        ours = {
+            name: self.__dict__[name] for name in ("_group_defaults", "_execution", "_reasons", "_frozen", "_layouts")
+        }
         return {**super().__getstate__(), **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

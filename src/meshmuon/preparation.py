@@ -16,6 +16,7 @@ from meshmuon.exchange.peers import Health, Peers
 from meshmuon.groups import group_records
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.mesh import mesh_groups
+from meshmuon.layout.plain import PlainLayouts
 from meshmuon.plan.bucket import Plan, PolarSettings, build_plan
 from meshmuon.plan.describe import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
@@ -47,12 +48,14 @@ class Preparation:
         execution: The bounds and choices of the run.
         reasons: Why parameters take their algorithm, by name.
         homes: The modules that hold the parameters, as far as they are known.
+        layouts: Where plain tensors lie.
     """
 
-    def __init__(self, execution: Execution, reasons: Mapping[str, str], homes: Homes) -> None:
+    def __init__(self, execution: Execution, reasons: Mapping[str, str], homes: Homes, layouts: PlainLayouts) -> None:
         self._execution = execution
         self._reasons = reasons
         self._homes = homes
+        self._layouts = layouts
         self._health = Health()
         self._snapshot = Snapshot.of([])
         self._ready: Ready | None = None
@@ -90,11 +93,20 @@ class Preparation:
             for index, group in enumerate(param_groups)
             if group["algorithm"] == "muon"
         }
-        records = group_records(param_groups, self._reasons)
-        return build_plan(records, polar=polar, execution=self._execution, rank=global_rank(), ranks=world_size())
+        records = group_records(param_groups, self._reasons, self._layouts)
+        self._layouts.check_all_found(record.name for record in records)
+        return build_plan(
+            records,
+            polar=polar,
+            execution=self._execution,
+            split_replicas=self._layouts.splits_replicas,
+            rank=global_rank(),
+            ranks=world_size(),
+        )
 
     def _connected(self, plan: Plan, param_groups: Groupings, *, before: Ready | None) -> Ready:
         groups = Groups()
+        groups.know(self._layouts.groups())
         for group in param_groups:
             for param in group["params"]:
                 groups.know(mesh_groups(param))

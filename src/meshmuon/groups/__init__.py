@@ -3,7 +3,7 @@
 A group dict holds numbers, strings and tuples only, so that it pickles and loads with `weights_only=True`.
 """
 
-from meshmuon.groups.complete import check_group_parameters, complete_group, group_records
+from meshmuon.groups.complete import check_group_parameters, complete_group, declare_shards, group_records
 from meshmuon.groups.keys import check_defaults, check_values
 from meshmuon.groups.unknown import refuse_keywords
 
@@ -12,6 +12,7 @@ __all__ = [
     "check_group_parameters",
     "check_values",
     "complete_group",
+    "declare_shards",
     "group_records",
     "refuse_keywords",
 ]

@@ -12,8 +12,9 @@ from meshmuon.errors import message, some
 from meshmuon.groups.keys import FOREIGN, KEYS, STRUCTURE, Check, check_values
 from meshmuon.groups.unknown import refuse_others_keys, refuse_unknown
 from meshmuon.layout.matrix_view import MatrixView
-from meshmuon.layout.mesh import layout_of, local
+from meshmuon.layout.mesh import local
 from meshmuon.layout.names import check_names, normalise_names
+from meshmuon.layout.plain import PlainLayouts, Sharded
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.tensors import check_parameter
 
@@ -56,6 +57,33 @@ def complete_group(
     if algorithm == "adamw":
         _settle_adamw(result, group)
     return result
+
+
+def declare_shards(group: Mapping[str, Any], layouts: PlainLayouts, *, index: int) -> None:
+    """Take what a group says about its shards. Kept beside the groups: a process group cannot be saved with them.
+
+    Args:
+        group: What the user wrote; its `sharded` is one `Sharded` for all of its parameters, or name → `Sharded`.
+        layouts: Where plain tensors lie; written.
+        index: Which group it is.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If a group is missing, or this rank is not in it.
+    """
+    said = group.get("sharded")
+    if said is None:
+        return
+    if isinstance(said, Mapping):
+        for name, shard in said.items():
+            layouts.declare(normalise_names([name]), shard)
+        return
+    if not isinstance(said, Sharded):
+        where = f"param_groups[{index}]['sharded']"
+        raise TypeError(message(where, found=f"a {type(said).__name__}", do="Write Sharded(dim, group)"))
+    listed = named_params(group, where=f"param_groups[{index}]")
+    names = (item[0] if isinstance(item, tuple) else _unnamed(index, i) for i, item in enumerate(listed))
+    layouts.declare(names, said)
 
 
 def _settle_adamw(result: dict[str, Any], group: Mapping[str, Any]) -> None:
@@ -108,12 +136,15 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
     return listed
 
 
-def check_group_parameters(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, index: int) -> None:
+def check_group_parameters(
+    group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, layouts: PlainLayouts, index: int
+) -> None:
     """Check that a group's parameters can take its algorithm, and are not in another group.
 
     Args:
         group: The complete group.
         others: The groups the optimizer already has.
+        layouts: Where plain tensors lie.
         index: Which group it will be.
 
     Raises:
@@ -129,7 +160,7 @@ def check_group_parameters(group: Mapping[str, Any], others: Sequence[Mapping[st
             found = f"already in another parameter group: {first}"
             raise ValueError(message(f"parameter {name!r}", found=found, do="Give each parameter once"))
         if group["algorithm"] == "muon":
-            MatrixView.of(group["view"]).blocks(name, tuple(tensor.shape))
+            MatrixView.of(group["view"]).blocks(name, layouts.shape_of(name, tensor))
 
 
 def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[int, str], dict[str, str]]:
@@ -143,12 +174,15 @@ def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[int, str], 
     return tensors, names
 
 
-def group_records(param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> list[ParameterRecord]:
+def group_records(
+    param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str], layouts: PlainLayouts
+) -> list[ParameterRecord]:
     """Describe every parameter of an optimizer as data.
 
     Args:
         param_groups: The optimizer's groups.
         reasons: Name → why it was routed so; a parameter without one was put into its group by the user.
+        layouts: Where plain tensors lie.
 
     Returns:
         The records, in order.
@@ -165,17 +199,19 @@ def group_records(param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[st
             check_parameter(name, tensor)
             reason = reasons.get(name, f"its group says {group['algorithm']}")
             routing = Routing(name, group["algorithm"], reason, view)
+            layout = layouts.layout_of(name, tensor)
             records.append(
                 ParameterRecord(
                     routing=routing,
                     group=index,
                     position=position,
-                    shape=tuple(tensor.shape),
+                    shape=tuple(tensor.shape) if layout is None else layout.shape,
                     dtype=tensor.dtype,
                     device=tensor.device,
                     local_shape=tuple(local(tensor).shape),
-                    layout=layout_of(name, tensor),
+                    layout=layout,
                     route=group.get("route", "auto"),
+                    mode=group.get("mode", "exact"),
                 )
             )
     return records

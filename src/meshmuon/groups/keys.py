@@ -10,6 +10,7 @@ from typing import Any, get_args
 from meshmuon.config import (
     Algorithm,
     LRRule,
+    Mode,
     Orthogonalizer,
     RouteChoice,
     WeightDecayMode,
@@ -77,6 +78,7 @@ MUON_KEYS: dict[str, Check] = {
     "state_dtype": check_state_dtype,
     "view": _check_view,
     "route": _check_route,
+    "mode": lambda name, value: check_word(name, value, get_args(Mode)),
 }
 ADAMW_KEYS: dict[str, Check] = {
     "lr": check_lr,
@@ -88,7 +90,7 @@ ADAMW_KEYS: dict[str, Check] = {
 }
 _CONSTRUCTOR_NAMES = {("adamw", "eps"): "adamw_eps", ("adamw", "weight_decay"): "adamw_weight_decay"}
 KEYS = {"muon": MUON_KEYS, "adamw": ADAMW_KEYS}
-STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind")
+STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind", "sharded")
 # Written into groups by torch's schedulers.
 FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 

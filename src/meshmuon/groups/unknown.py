@@ -12,15 +12,10 @@ from meshmuon.config import Algorithm, Execution
 from meshmuon.errors import message
 from meshmuon.groups.keys import ADAMW_KEYS, MUON_KEYS
 
-# Of the distributed routes, which this version does not have yet.
-_LATER = ("mode", "sharded")
-
 _LATER_ARGUMENTS: dict[str, bool | str | None] = {
     "qk_clip": None,
-    "process_group": None,
     "grad_sync": "none",
     "max_grad_norm": None,
-    "sharded": None,
     "offload": False,
 }
 
@@ -125,7 +120,7 @@ def _advice(name: str, known: Sequence[str]) -> str:
 
 
 def refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: str) -> None:
-    """Refuse keys of the other algorithm, and of later versions.
+    """Refuse keys of the other algorithm.
 
     Args:
         unknown: The keys that are none of the group's algorithm.
@@ -134,12 +129,9 @@ def refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: s
 
     Raises:
         TypeError: If one belongs to the other algorithm.
-        ValueError: If one is not in this version.
     """
     for key in unknown:
         is_adamws = key.startswith(("adamw_", "adam_")) and algorithm == "muon"
         if key in MUON_KEYS or key in ADAMW_KEYS or is_adamws:
             found = f"no hyper-parameter of {algorithm}, which this group takes"
             raise TypeError(message(f"{where}[{key!r}]", found=found, do="Remove it, or change the algorithm"))
-        if key in _LATER:
-            raise ValueError(message(f"{where}[{key!r}]", found="not in this version", do="Remove it"))

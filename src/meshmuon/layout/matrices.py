@@ -13,7 +13,7 @@ from meshmuon.layout.records import Matrix, ParameterRecord, Share
 from meshmuon.layout.shard_layout import Interval, ShardLayout, clip, length, position
 
 
-def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
+def matrices_of(parameter: ParameterRecord, *, rank: int, split_replicas: bool = False) -> tuple[Matrix, ...]:
     """Cut a Muon parameter into its matrices.
 
     Where whole matrices lie on this rank, equal ones are stacked in one record. Where ranks share them, there is one
@@ -22,6 +22,7 @@ def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
     Args:
         parameter: The record.
         rank: This process's global rank.
+        split_replicas: Whether ranks that hold the same whole matrices share them as well.
 
     Returns:
         The matrices, without empty ones.
@@ -34,7 +35,12 @@ def matrices_of(parameter: ParameterRecord, *, rank: int) -> tuple[Matrix, ...]:
         return ()  # it lies on a mesh that this rank is not part of
     view.blocks(parameter.name, parameter.shape)  # the view must fit the logical shape, whatever lies here
     copy = copy_of(parameter, rank=rank)
-    if len(copy) == 1 and parameter.route != "owner":
+    if parameter.mode == "blockwise" and len(copy) > 1:
+        assert parameter.layout is not None
+        shared = _shared_matrices(parameter, parameter.layout, (copy,), rank=rank)
+        held = (Matrix(parameter, matrix.block, logical_shape=matrix.shape) for matrix in shared)
+        return tuple(matrix for matrix in held if math.prod(matrix.block.shape))
+    if len(copy) == 1 and parameter.route != "owner" and not split_replicas:
         blocks = view.blocks(parameter.name, parameter.local_shape)
         return tuple(Matrix(parameter, block) for block in blocks if block.count * math.prod(block.shape))
     if parameter.layout is None:

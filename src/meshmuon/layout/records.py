@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshmuon.config import Algorithm, RouteChoice
+from meshmuon.config import Algorithm, Mode, RouteChoice
 from meshmuon.layout.matrix_view import WHOLE, Block, MatrixView
 from meshmuon.layout.shard_layout import Interval, Intervals, ShardLayout, clip, length
 
@@ -37,6 +37,7 @@ class ParameterRecord:
         local_shape: The shape of what this rank holds.
         layout: How it lies on a mesh; None for a plain tensor.
         route: "owner" makes even matrices that lie here whole take the way of shared ones.
+        mode: "blockwise" takes what each rank holds of a matrix for a matrix of its own.
     """
 
     routing: Routing
@@ -48,6 +49,7 @@ class ParameterRecord:
     local_shape: tuple[int, ...]
     layout: ShardLayout | None = None
     route: RouteChoice = "auto"
+    mode: Mode = "exact"
 
     @property
     def name(self) -> str:
@@ -123,11 +125,13 @@ class Matrix:
         parameter: Whose block it is.
         block: Where the part of it that this rank holds lies in this rank's tensor.
         share: None if that part is the whole.
+        logical_shape: What the lr rule sees, where that is not the matrix itself: of a block, the whole it is cut from.
     """
 
     parameter: ParameterRecord
     block: Block
     share: Share | None = None
+    logical_shape: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -141,10 +145,15 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of the whole matrix: what the lr rule sees."""
+        """(out, in) of what is orthogonalized."""
         if self.share is None:
             return self.block.shape
         return (self.share.rows[1] - self.share.rows[0], self.share.cols[1] - self.share.cols[0])
+
+    @property
+    def scaled_shape(self) -> tuple[int, int]:
+        """(out, in) as the lr rule sees it."""
+        return self.shape if self.logical_shape is None else self.logical_shape
 
     @property
     def tall(self) -> bool:

@@ -20,11 +20,22 @@ Intervals: TypeAlias = tuple[Interval, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one placement does to a dim: cut it (a strided one, each of `factor` pieces) along `axis` into `parts`."""
+    """What one placement does to a dim: cut it along `axis` into `parts`.
+
+    A strided one cuts each of `factor` equal pieces; with `sizes`, each of the pieces of these sizes.
+    """
 
     axis: int
     parts: int
     factor: int = 1
+    sizes: tuple[int, ...] = ()
+
+    def pieces(self, total: int) -> list[Interval]:
+        """Give the stretches of a dim that are cut one by one."""
+        if not self.sizes:
+            return [_chunk(total, self.factor, piece) for piece in range(self.factor)]
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        return list(itertools.pairwise(ends))
 
 
 def length(intervals: Iterable[Interval]) -> int:
@@ -101,8 +112,7 @@ def held(size: int, cuts: tuple[Cut, ...], coordinates: tuple[int, ...]) -> Inte
     for cut, coordinate in zip(cuts, coordinates, strict=True):
         total = length(intervals)
         taken: list[Interval] = []
-        for piece in range(cut.factor):
-            low, high = _chunk(total, cut.factor, piece)
+        for low, high in cut.pieces(total):
             start, stop = _chunk(high - low, cut.parts, coordinate)
             taken += _narrow(intervals, low + start, low + stop)
         intervals = _merged(taken)

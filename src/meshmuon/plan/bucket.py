@@ -145,6 +145,7 @@ def build_plan(
     *,
     polar: Mapping[int, PolarSettings],
     execution: Execution,
+    split_replicas: bool = False,
     rank: int = 0,
     ranks: int = 1,
 ) -> Plan:
@@ -154,6 +155,7 @@ def build_plan(
         parameters: Every parameter, in the order of the groups.
         polar: For each Muon group, its coefficients and eps.
         execution: The bounds and choices of the run.
+        split_replicas: Whether ranks were said to hold the same whole matrices in order to share them.
         rank: This process's global rank.
         ranks: Number of processes in the job.
 
@@ -169,8 +171,11 @@ def build_plan(
         do = "Look at the reasons with allow_no_muon=True and print(opt), or change them with overrides="
         raise ValueError(message("params", found=found, do=do))
     elementwise = tuple(parameter for parameter in parameters if parameter.routing.algorithm == "adamw")
-    matrices = [matrix for parameter in muon for matrix in matrices_of(parameter, rank=rank)]
-    matrices = [_shared_by_replicas(matrix, polar=polar, execution=execution, rank=rank) for matrix in matrices]
+    matrices = [
+        matrix
+        for parameter in muon
+        for matrix in _matrices(parameter, polar=polar, execution=execution, asked=split_replicas, rank=rank)
+    ]
     recipes = {_kind(matrix): _recipe(matrix, polar=polar, execution=execution) for matrix in matrices}
     local = [
         bucket
@@ -201,18 +206,23 @@ def _waves(
     return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
 
 
-def _shared_by_replicas(
-    matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Execution, rank: int
-) -> Matrix:
-    """Let all replicas of a shared matrix take part, where that was asked for or pays."""
-    if matrix.share is None or execution.share_replicas == "never":
-        return matrix
-    copies = copies_of(matrix.parameter, rank=rank)
-    recipe = _recipe(matrix, polar=polar, execution=execution)
-    pays = sharing_pays(recipe, matrix.wide_shape, copies=len(copies), device=matrix.parameter.device)
-    if execution.share_replicas == "auto" and not pays:
-        return matrix
-    return dataclasses.replace(matrix, share=dataclasses.replace(matrix.share, copies=copies))
+def _matrices(
+    parameter: ParameterRecord, *, polar: Mapping[int, PolarSettings], execution: Execution, asked: bool, rank: int
+) -> Sequence[Matrix]:
+    """The matrices of a parameter; shared by all its replicas where that was asked for, or pays."""
+    matrices = matrices_of(parameter, rank=rank)
+    copies = copies_of(parameter, rank=rank)
+    if len(copies) == 1 or execution.share_replicas == "never" or parameter.mode == "blockwise":
+        return matrices
+
+    def pays(matrix: Matrix) -> bool:
+        recipe = _recipe(matrix, polar=polar, execution=execution)
+        return sharing_pays(recipe, matrix.wide_shape, copies=len(copies), device=parameter.device)
+
+    if execution.share_replicas == "auto" and not asked and not all(map(pays, matrices)):
+        return matrices
+    split = matrices_of(parameter, rank=rank, split_replicas=True)
+    return [dataclasses.replace(m, share=dataclasses.replace(m.share, copies=copies)) for m in split if m.share]
 
 
 def _kind(matrix: Matrix) -> tuple[object, ...]:

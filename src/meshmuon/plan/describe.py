@@ -119,6 +119,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
         "every trainable parameter is routed exactly once",
         *_travel(plan),
         *_repeated(plan),
+        *_blockwise(plan),
     ]
     if plan.buckets:
         flops = sum(plan.computed_here(bucket) * bucket.cost for bucket in plan.buckets)
@@ -175,6 +176,15 @@ def _repeated(plan: Plan) -> list[str]:
     reason = "shared where that saves time" if shared else "sharing the work would take longer, or was not asked for"
     lines += [f"replicated mesh axes: {count} replicas; {reason}" for count in sorted(copies)]
     return lines
+
+
+def _blockwise(plan: Plan) -> list[str]:
+    names = [p.name for p in plan.parameters if p.mode == "blockwise" and p.layout is not None]
+    if not names:
+        return []
+    return [
+        f"NOT Muon but a different algorithm, mode='blockwise': each rank orthogonalizes its own block of {some(names)}"
+    ]
 
 
 def describe_group(group: Mapping[str, Any]) -> str:

@@ -227,15 +227,14 @@ def _route(candidates: Sequence[Candidate], overrides: Overrides) -> list[Routed
 
 
 def _decide(candidate: Candidate, choice: Choice | None) -> Routing:
+    """One parameter's route. Whether its view fits is asked when the groups are made, of its global shape."""
     if isinstance(choice, MatrixView):
-        choice.blocks(candidate.name, tuple(candidate.tensor.shape))
         return Routing(candidate.name, "muon", "override: a view", choice)
     if choice == "adamw":
         return Routing(candidate.name, "adamw", "override")
     proposed = next((routing for rule in RULES if (routing := rule(candidate)) is not None), None)
     if choice == "muon":
         view = proposed.view if proposed is not None else MatrixView()
-        view.blocks(candidate.name, tuple(candidate.tensor.shape))
         return Routing(candidate.name, "muon", "override", view)
     if proposed is None:
         found = f"{candidate.tensor.ndim}-D of shape {tuple(candidate.tensor.shape)}"

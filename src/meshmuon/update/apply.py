@@ -50,7 +50,7 @@ def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: A
         if not item.active:
             continue
         lr = rule.lr if rule.proceed is None else rule.lr * rule.proceed
-        size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.shape, rule.adjust_lr_fn))
+        size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
         dtype = math_dtype(item.param)
         direction = item.direction_in(directions).to(dtype)
         param = item.param.to(dtype)  # the parameter itself, if it has that dtype
