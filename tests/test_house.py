@@ -20,6 +20,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"testing"},
+    {"__init__"},  # `import meshmuon`: everything public
     {"muon", "planner"},
     {"preparation"},
     {"routing", "groups", "checkpoint"},
@@ -49,11 +50,13 @@ def room(path):
 
 
 def imports(tree):
+    """Full names of what is imported; of relative imports, as they are written: `..muon.Muon`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (f"{node.module}." if node.module else "")
+            yield from (f"{module}{alias.name}" for alias in node.names)
 
 
 def depth(name):
@@ -61,11 +64,15 @@ def depth(name):
 
 
 def layer_violations(name, tree):
+    rooms = set().union(*LAYERS)
     for imported in imports(tree):
-        if not imported.startswith("meshmuon."):
+        if imported.startswith("."):
+            yield f"{name} imports {imported}: say where from"
+        if imported.split(".")[0] != "meshmuon":
             continue
-        other = imported.split(".")[1]
-        if other == name or (name, other) in ALLOWED or not any(other in names for names in LAYERS):
+        other = (*imported.split("."), "")[1]
+        other = other if other in rooms else "__init__"  # a public name, or the package itself
+        if other == name or (name, other) in ALLOWED:
             continue
         if depth(other) <= depth(name):
             yield f"{name} imports {imported}"
@@ -134,6 +141,16 @@ def test_the_checks_above_can_fail():
         "from meshmuon.muon import Muon\ndist.all_reduce(x)\ny.full_tensor()\n"
     )
     assert list(layer_violations("polar", bad)) == ["polar imports meshmuon.muon.Muon"]
+    for public in ("from meshmuon import Muon", "import meshmuon", "from meshmuon import muon", "import meshmuon.muon"):
+        assert len(list(layer_violations("polar", ast.parse(public)))) == 1, public
+        assert list(layer_violations("cli", ast.parse(public))) == [], public
+    for relative in (
+        "from ..muon import Muon",
+        "from .. import muon",
+        "from . import gram",
+        "from .gram import split_at",
+    ):
+        assert len(list(layer_violations("polar", ast.parse(relative)))) == 1, relative
     assert list(dtensor_violations(bad)) == ["torch.distributed.tensor.DTensor"]
     assert list(collective_violations(bad)) == ["dist.all_reduce", "y.full_tensor"]
     long = "def f():\n" + "    x = 1\n" * 60

@@ -285,6 +285,23 @@ def test_local_buckets_fit_the_workspace_too(shape, view):
         assert plan.computed_here(bucket) * each * 2 <= 8 * each
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3, 4])
+def test_as_many_buckets_as_may_be_in_flight_fit_the_workspace_together(max_in_flight, sharded):
+    mesh = Mesh([2])
+    where = mesh.layout((32, 48), [(0, 0)]) if sharded else None
+
+    def make(rank):
+        return [parameter(f"p{i}", (32, 48), where, rank=rank) for i in range(24)]
+
+    each = plan_for(make, 0, 2, workspace_bytes=1).buckets[0].bytes
+    plan = plan_for(make, 0, 2, workspace_bytes=12 * each, max_in_flight=max_in_flight)
+    most = [max(bucket.computed_by(member) for member in (range(2) if sharded else [None])) for bucket in plan.buckets]
+    assert max(most) == 12 // max_in_flight, "a share of the workspace for each, and all of that share is used"
+    together = plan.buckets[:max_in_flight]
+    assert sum(bucket.bytes for bucket in together) <= 12 * each
+
+
 def test_a_matrix_larger_than_the_workspace_stands_alone_and_the_plan_says_so():
     mesh = Mesh([2])
 

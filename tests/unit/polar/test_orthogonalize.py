@@ -59,6 +59,27 @@ def test_svd_form_is_exact():
     assert torch.linalg.matrix_rank(orthogonalize(low_rank, form="svd")) == 2
 
 
+def with_spectrum(values, n, dtype):
+    """A matrix with these singular values, rounded to a dtype."""
+    m, generator = len(values), torch.Generator().manual_seed(3)
+    u, v = (torch.linalg.qr(torch.randn(s, m, generator=generator, dtype=torch.float64)).Q for s in (m, n))
+    return ((u * torch.tensor(values, dtype=torch.float64)) @ v.T).to(dtype)
+
+
+@pytest.mark.parametrize(("m", "n"), [(8, 8), (24, 40), (16, 300), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_svd_form_takes_the_rounding_of_its_input_for_a_signal_or_a_signal_for_rounding(dtype, m, n):
+    """Rounding fills the missing ranks of a matrix with noise of about eps / sqrt(m); ten times that is a signal."""
+    noise = torch.finfo(dtype).eps / m**0.5 if dtype != torch.float64 else n * torch.finfo(dtype).eps
+    low, full = (
+        with_spectrum([1.0] * 3 + [0.0] * (m - 3), n, dtype),
+        with_spectrum([1.0] * (m - 1) + [10 * noise], n, dtype),
+    )
+    for x, rank in ((low, 3), (full, m)):
+        values = torch.linalg.svdvals(orthogonalize(x, form="svd", dtype="float64").double())
+        assert int((values > 0.5).sum()) == rank and int((values > 0.1).sum()) == rank
+
+
 @pytest.mark.parametrize("form", ["auto", "standard", "gram", "svd"])
 @pytest.mark.parametrize("factor", [1e-30, 1e-12, 3.7, 1e12, 1e30])
 def test_scale_does_not_matter(factor, form):

@@ -104,13 +104,18 @@ def test_momentum_advances_once_per_micro_batch() -> None:
     model, whole = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
     whole.load_state_dict(model.state_dict())
     opts = [Muon(model, lr=0.1), Muon(whole, lr=0.1)]
+    momentum = torch.zeros(4, 6)
     for number in range(5):
+        before = model.weight.detach().clone()
         micro = [randn(3, 6, seed=10 * number + i) for i in range(4)]
         for batch in micro:
             (model(batch) ** 2).sum().backward()
         whole.weight.grad = model.weight.grad.clone()
         assert products_of(opts[0].step) == products_of(opts[1].step) > 0
         assert torch.equal(model.weight, whole.weight)
+        assert not torch.equal(model.weight, before)
+        momentum = torch.lerp(momentum, model.weight.grad, 0.05)
+        assert torch.equal(opts[0].state[model.weight]["momentum_buffer"], momentum), "one average for each step"
         model.zero_grad()
     # The faulty way, on the last gradients: a momentum of the parts is not a momentum of the sum.
     faulty = torch.zeros(4, 6)

@@ -114,6 +114,16 @@ def test_gradients_at_the_edge_of_the_dtype_give_nan(edge: str, dtype: torch.dty
     assert direction.isfinite().all() and singular_values(direction).max() < 1.35
 
 
+def check_recovers(opt: Muon, p: nn.Parameter, start: Tensor, *, taken: bool) -> None:
+    """What was taken has moved everything, what was skipped nothing; and the next step moves all of it, finitely."""
+    buffer = opt.state[p]["momentum_buffer"]
+    assert bool((p != start).all()) == taken and bool((buffer != 0).all()) == taken
+    assert taken or (torch.equal(p, start) and buffer.count_nonzero() == 0)
+    before = p.detach().clone()
+    step(opt, [p], [randn(8, 11, seed=9)])
+    assert (p != before).all() and p.isfinite().all() and opt.state[p]["momentum_buffer"].isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore::meshmuon.NonFiniteGradientWarning")
 @pytest.mark.parametrize("size", [1.6e38, 3.3e38])
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -122,9 +132,12 @@ def test_huge_gradients_that_change_sign_poison_the_momentum(nesterov: bool, siz
     pattern = randn(8, 11).clamp(-1.0, 1.0)
     p = parameter(8, 11)
     opt = Muon([p], nesterov=nesterov)
+    start = p.detach().clone()
     for sign in (1.0, 1.0, -1.0, 1.0):
         step(opt, [p], [pattern * (sign * size)])
-    assert opt.state[p]["momentum_buffer"].isfinite().all() and p.isfinite().all()
+    taken = size < torch.finfo(torch.float32).max / 2
+    assert opt.metrics()["skipped_non_finite"] == (0.0 if taken else 4.0)
+    check_recovers(opt, p, start, taken=taken)
 
 
 @pytest.mark.filterwarnings("ignore::meshmuon.NonFiniteGradientWarning")
@@ -133,8 +146,12 @@ def test_large_gradients_overflow_a_narrow_momentum(nesterov: bool) -> None:
     """#3: a finite gradient must not become inf in a 16-bit buffer: that momentum would never recover."""
     p = parameter(8, 11)
     opt = Muon([p], nesterov=nesterov, state_dtype="float16")
+    start = p.detach().clone()
     step(opt, [p], [randn(8, 11) * 1e8])
-    assert opt.state[p]["momentum_buffer"].isfinite().all() and p.isfinite().all()
+    assert opt.metrics()["skipped_non_finite"] == 1.0
+    check_recovers(opt, p, start, taken=False)
+    step(opt, [p], [randn(8, 11) * 1e4])
+    assert opt.metrics()["skipped_non_finite"] == 1.0 and opt.state[p]["momentum_buffer"].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -76,6 +76,28 @@ def test_a_head_under_any_name_is_orthogonalized() -> None:
     assert "head" in reasons(opt)["last.weight"]
 
 
+def test_a_hidden_layer_with_the_embeddings_shape_is_taken_for_the_head() -> None:
+    """#30, the other way round: with a small vocabulary every block has layers of the embedding's shape."""
+    blocks = nn.ModuleList(Holder(up=nn.Linear(8, 16, bias=False), down=nn.Linear(16, 8, bias=False)) for _ in range(2))
+    model = Holder(table=nn.Embedding(16, 8), blocks=blocks, last=nn.Linear(8, 16, bias=False))
+    found = routes(Muon(model))
+    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {"table.weight"}
+    alone = Holder(table=nn.Embedding(16, 8), hidden=nn.Linear(8, 8, bias=False), last=nn.Linear(8, 16, bias=False))
+    assert routes(Muon(alone))["last.weight"] == "adamw", "the sabotage: alone, it is the head"
+
+
+@pytest.mark.parametrize("name", ["bias", "rel_bias", "bias_table", "attention.position_bias"])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_bias_with_two_dims_is_orthogonalized(name: str, by_name: bool) -> None:
+    """A table of biases has rows that mean nothing together; only its own name says so."""
+    *parents, leaf = name.split(".")
+    table = Holder(**{leaf: parameter(6, 8)})
+    model = Holder(hidden=nn.Linear(8, 8, bias=False), **({parents[0]: table} if parents else {leaf: parameter(6, 8)}))
+    opt = Muon(model.named_parameters() if by_name else model)
+    assert routes(opt) == {"hidden.weight": "muon", name: "adamw"} and "bias" in reasons(opt)[name]
+    assert routes(Muon(Holder(debiased=Holder(weight=parameter(6, 8)))))["debiased.weight"] == "muon"
+
+
 def test_hidden_layers_with_the_word_head_in_a_parent_lose_muon() -> None:
     """#22 and #30, the other way round: excluding too much is as silent as excluding too little."""
     block = Holder(heads=Holder(q=nn.Linear(8, 8, bias=False)), output=nn.Linear(8, 8, bias=False))

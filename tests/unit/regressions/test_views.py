@@ -140,6 +140,25 @@ def test_heads_are_normalised_over_the_whole_batch() -> None:
     must_fail(check, whole.detach())
 
 
+@pytest.mark.parametrize(
+    "view", [View(split_rows=(6, 4, 2)), View(split_cols=(1, 5)), View(split_rows=(11, 1)), View()]
+)
+def test_gradients_released_early_are_missing_for_the_blocks_that_come_later(view: View) -> None:
+    """Blocks of different sizes are in different buckets: the gradient may go only when all of them have read it."""
+    results = []
+    for release in (False, True):
+        fused = parameter(12, 6)
+        opt = Muon([("qkv", fused)], overrides={"qkv": view}, lr=0.1, release_grads=release)
+        for seed in range(3):
+            step(opt, [fused], [randn(12, 6, seed=seed)])
+            assert (fused.grad is None) == release
+        results.append((fused.detach(), opt.state[fused]["momentum_buffer"]))
+    (plain, momentum), (released, its_momentum) = results
+    assert torch.equal(plain, released) and torch.equal(momentum, its_momentum)
+    start = parameter(12, 6).detach()
+    assert not any(torch.equal(a, b) for a, b in zip(plain, start, strict=True)), "every row has moved"
+
+
 def test_a_view_is_lost_when_the_state_is_saved_or_the_optimizer_copied() -> None:
     """#32: the blocks are decided by the view in the group, which travels with it."""
     fused = parameter(12, 6)
