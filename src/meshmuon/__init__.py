@@ -5,22 +5,26 @@ model → routing → layout → plan                       grad → update.mome
                                                             → exchange.scatter → update.apply
 """
 
-from meshmuon.config import Orthogonalizer
-from meshmuon.errors import (
-    BrokenOptimizerError,
-    CheckpointError,
-    GradientMismatchError,
-    NonFiniteGradientError,
-    NonFiniteGradientWarning,
-    PlanMismatchError,
-)
-from meshmuon.layout.matrix_view import MatrixView as View
-from meshmuon.layout.plain import Sharded, megatron_shards
-from meshmuon.muon import Muon
-from meshmuon.polar.coefficients import polar_express
-from meshmuon.polar.orthogonalize import orthogonalize
-from meshmuon.routing import param_groups
-from meshmuon.update.scale import convert_lr, scale_factor
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshmuon.config import Orthogonalizer
+    from meshmuon.errors import (
+        BrokenOptimizerError,
+        CheckpointError,
+        GradientMismatchError,
+        NonFiniteGradientError,
+        NonFiniteGradientWarning,
+        PlanMismatchError,
+    )
+    from meshmuon.layout.matrix_view import MatrixView as View
+    from meshmuon.layout.plain import Sharded, megatron_shards
+    from meshmuon.muon import Muon
+    from meshmuon.polar.coefficients import polar_express
+    from meshmuon.polar.orthogonalize import orthogonalize
+    from meshmuon.routing import param_groups
+    from meshmuon.update.scale import convert_lr, scale_factor
 
 __version__ = "0.1.0"
 
@@ -42,3 +46,36 @@ __all__ = [
     "polar_express",
     "scale_factor",
 ]
+
+# Where each public name lives. Loaded when it is asked for: `meshmuon --help` must not wait for torch.
+_HOMES = {
+    "BrokenOptimizerError": "meshmuon.errors:BrokenOptimizerError",
+    "CheckpointError": "meshmuon.errors:CheckpointError",
+    "GradientMismatchError": "meshmuon.errors:GradientMismatchError",
+    "Muon": "meshmuon.muon:Muon",
+    "NonFiniteGradientError": "meshmuon.errors:NonFiniteGradientError",
+    "NonFiniteGradientWarning": "meshmuon.errors:NonFiniteGradientWarning",
+    "Orthogonalizer": "meshmuon.config:Orthogonalizer",
+    "PlanMismatchError": "meshmuon.errors:PlanMismatchError",
+    "Sharded": "meshmuon.layout.plain:Sharded",
+    "View": "meshmuon.layout.matrix_view:MatrixView",
+    "convert_lr": "meshmuon.update.scale:convert_lr",
+    "megatron_shards": "meshmuon.layout.plain:megatron_shards",
+    "orthogonalize": "meshmuon.polar.orthogonalize:orthogonalize",
+    "param_groups": "meshmuon.routing:param_groups",
+    "polar_express": "meshmuon.polar.coefficients:polar_express",
+    "scale_factor": "meshmuon.update.scale:scale_factor",
+}
+
+if not TYPE_CHECKING:  # a type checker would take any name to be there
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, _, original = _HOMES[name].partition(":")
+        value = globals()[name] = getattr(import_module(module), original)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
