@@ -46,6 +46,7 @@ def test_table_has_every_hyper_parameter_and_no_torch_flag() -> None:
         "algorithm",
         "view",
         "route",
+        "mode",
     }
     spelled = {"decay_vectors": "adamw_weight_decay", "eps": "adamw_eps"}
     assert {spelled.get(key, key) for key in in_groups} <= used

@@ -49,9 +49,9 @@ def test_an_edited_value_is_not_noticed(kind: str) -> None:
         check_trains_as_if_built_with({}, arguments)
 
 
-@pytest.mark.parametrize(("key", "value"), [("eps", 1e-3), ("route", "owner")])
+@pytest.mark.parametrize(("key", "value"), [("eps", 1e-3), ("route", "owner"), ("mode", "blockwise")])
 def test_an_edited_value_of_the_plan_is_not_in_the_plan(key: str, value: Any) -> None:
-    """These two change no bit of an ordinary step: eps is for zero, the route for many ranks."""
+    """These change no bit of an ordinary step: eps is for zero, route and mode are for many ranks."""
     _, opt = trained()
     before = opt.plan
     assert opt.plan is before, "nothing was edited"
@@ -60,7 +60,7 @@ def test_an_edited_value_of_the_plan_is_not_in_the_plan(key: str, value: Any) ->
     if key == "eps":
         assert opt.plan.buckets[0].recipe.eps == value
     else:
-        assert opt.plan.parameters[0].route == value
+        assert getattr(opt.plan.parameters[0], key) == value
 
 
 def test_a_view_edited_in_place_is_not_noticed() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshmuon.layout.mesh import placements
 
 # What a plan depends on. Every other hyper-parameter is read anew at each step.
-_PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route")
+_PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route", "mode")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
