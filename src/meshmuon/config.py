@@ -21,6 +21,7 @@ RouteChoice = Literal["auto", "owner"]
 Mode = Literal["exact", "blockwise"]
 Sharing = Literal["auto", "always", "never"]
 NonFinite = Literal["skip", "raise", "ignore"]
+GradSync = Literal["none", "optimizer", "reduce_scatter"]
 
 STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -287,6 +288,8 @@ class Execution:
         share_replicas: Whether replicas of a sharded matrix each compute a part of the matrices and exchange results.
         layout_invariant: Whether a matrix must get the same bits in every batch also where that costs speed.
         allow_no_muon: Whether an optimizer without any Muon parameter is accepted.
+        grad_sync: Whether the optimizer averages gradients over ranks itself, and how.
+        max_grad_norm: Bound on the norm of those averages.
     """
 
     orthogonalizer: Orthogonalizer = Orthogonalizer()
@@ -297,6 +300,13 @@ class Execution:
     share_replicas: Sharing = "auto"
     layout_invariant: bool | None = None
     allow_no_muon: bool = False
+    grad_sync: GradSync = "none"
+    max_grad_norm: float | None = None
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the optimizer averages gradients itself."""
+        return self.grad_sync != "none"
 
     def __post_init__(self) -> None:
         if not isinstance(self.orthogonalizer, Orthogonalizer):
@@ -308,5 +318,12 @@ class Execution:
         check_integer("workspace_bytes", self.workspace_bytes, low=1)
         check_word("share_replicas", self.share_replicas, get_args(Sharing))
         check_bool("allow_no_muon", self.allow_no_muon)
+        check_word("grad_sync", self.grad_sync, get_args(GradSync))
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, low=0.0, open_low=True)
+            if not self.syncs:
+                found = 'given without grad_sync="optimizer"'
+                do = "Clip before the step, with torch.nn.utils.clip_grad_norm_: gradients are averaged by then"
+                raise ValueError(message("max_grad_norm", found=found, do=do))
         if self.layout_invariant is not None:
             check_bool("layout_invariant", self.layout_invariant)

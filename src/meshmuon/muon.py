@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon.checkpoint import load_checked
-from meshmuon.config import Execution, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_lr
-from meshmuon.exchange.agreement import Agreement
+from meshmuon.checkpoint import complete_state_, load_checked
+from meshmuon.config import Execution, GradSync, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_lr
+from meshmuon.exchange.agreement import Agreement, Verdict
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
@@ -34,6 +34,8 @@ from meshmuon.preparation import Preparation, Ready
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime import pipeline
 from meshmuon.runtime.local_tensors import LocalTensors
+from meshmuon.runtime.owned_state import OwnedState
+from meshmuon.runtime.synced import SyncedStep
 from meshmuon.update.adamw import AdamWRule, update_adamw_
 from meshmuon.update.apply import ApplyRule, apply_update_
 from meshmuon.update.momentum import MomentumRule, update_momentum_
@@ -78,6 +80,9 @@ class Muon(Optimizer):
         layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, at some cost.
         process_group: The ranks that hold the same plain tensors and have averaged their gradients; they share the
             matrices. A `DistributedDataParallel` model supplies its own.
+        grad_sync: Who averages gradients over ranks: "none" of our business (DDP and FSDP do), the "optimizer" itself,
+            exactly, or by "reduce_scatter", faster, without equal bits on any number of ranks. State lives on owners.
+        max_grad_norm: With grad_sync: bound on the norm of the averaged gradients.
         sharded: Name → `Sharded(dim, group)`, for plain tensors that are shards (tensor parallelism without DTensor).
         share_replicas: Whether HSDP replicas each compute a part of the matrices and exchange the results: "always",
             "never", or "auto", where it pays.
@@ -116,6 +121,8 @@ class Muon(Optimizer):
         release_grads: bool = False,
         layout_invariant: bool | None = None,
         process_group: Any = None,
+        grad_sync: GradSync = "none",
+        max_grad_norm: float | None = None,
         sharded: Mapping[str, Sharded] | None = None,
         share_replicas: Sharing = "auto",
         max_in_flight: int = 2,
@@ -160,8 +167,10 @@ class Muon(Optimizer):
             share_replicas=share_replicas,
             layout_invariant=layout_invariant,
             allow_no_muon=allow_no_muon,
+            grad_sync=grad_sync,
+            max_grad_norm=max_grad_norm,
         )
-        self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group)
+        self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons, self._frozen = routed.reasons, routed.frozen
         super().__init__(routed.groups, muon)
@@ -193,7 +202,9 @@ class Muon(Optimizer):
                 found_inf=getattr(self, "found_inf", None),
                 unscale=self._unscale(),
             )
-            if verdict.go:
+            if verdict.go and ready.owned is not None:
+                self._take_synced_step(ready, ready.owned, verdict)
+            elif verdict.go:
                 self._take_step(ready, verdict.flag)
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
@@ -212,6 +223,24 @@ class Muon(Optimizer):
             )
         self._update_elementwise(ready.plan, proceed)
 
+    def _take_synced_step(self, ready: Ready, owned: OwnedState, verdict: Verdict) -> None:
+        """The same under `grad_sync`: gradients become averages on their way to the owners."""
+        owned.catch_up(ready.contributions.together)
+        if verdict.present is None:
+            present = [self._tensors.has_gradient(record) for record in ready.plan.parameters]
+        else:
+            present = verdict.present.bool().tolist()  # on a GPU this waits: what is skipped is decided here
+        SyncedStep(
+            plan=ready.plan,
+            param_groups=self.param_groups,
+            exchange=ready.exchange,
+            contributions=ready.contributions,
+            owned=owned,
+            present={(p.group, p.position): here for p, here in zip(ready.plan.parameters, present, strict=True)},
+            unscale=self._unscale(),
+            proceed=verdict.flag,
+        ).take()
+
     def _update(self, bucket: Bucket, exchange: Exchange, proceed: Tensor | None) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
         bucket = self._tensors.present(bucket)
@@ -224,13 +253,7 @@ class Muon(Optimizer):
         update_momentum_(
             matrices,
             inputs,
-            MomentumRule(
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                l2=group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0,
-                unscale=self._unscale(),
-                proceed=proceed,
-            ),
+            MomentumRule.of(group, unscale=self._unscale(), proceed=proceed),
         )
         if self._execution.release_grads:
             matrices = self._tensors.release_gradients(matrices)
@@ -244,33 +267,13 @@ class Muon(Optimizer):
         scattered = exchange.scatter(bucket, directions)  # the same table, inverted
         if scattered.in_flight:
             yield
-        apply_update_(
-            matrices,
-            scattered.wait(),
-            ApplyRule(
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                weight_decay_mode=group["weight_decay_mode"],
-                adjust_lr_fn=group["adjust_lr_fn"],
-                extra_scale_factor=group["extra_scale_factor"],
-                proceed=proceed,
-            ),
-        )
+        apply_update_(matrices, scattered.wait(), ApplyRule.of(group, proceed=proceed))
 
     def _update_elementwise(self, plan: Plan, proceed: Tensor | None) -> None:
         """AdamW for everything that is not a hidden matrix."""
         for (index, decays), tensors in self._tensors.elementwise(plan).items():
             group = self.param_groups[index]
-            ratio = group["adamw_lr_ratio"]
-            rule = AdamWRule(
-                lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"] if decays else 0.0,
-                grad_scale=getattr(self, "grad_scale", None),
-                proceed=proceed,
-            )
-            update_adamw_(tensors, rule)
+            update_adamw_(tensors, AdamWRule.of(group, decays=decays, unscale=self._unscale(), proceed=proceed))
 
     def _unscale(self) -> Tensor | None:
         """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
@@ -318,9 +321,19 @@ class Muon(Optimizer):
             self._ready()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state in torch's form: `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW."""
-        self._ready().peers.refuse_if_broken()
-        return super().state_dict()
+        """Give the state in torch's form: `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
+
+        Under `grad_sync` it is put together from its owners: every rank must call, and gets the whole of it.
+        """
+        ready = self._ready()
+        ready.peers.refuse_if_broken()
+        if ready.owned is None:
+            return super().state_dict()
+        try:
+            self.state.update(ready.whole_state())
+            return super().state_dict()
+        finally:
+            self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; refused as a whole, by name, if it does not fit.
@@ -331,7 +344,8 @@ class Muon(Optimizer):
         Raises:
             CheckpointError: Names what does not fit; nothing was changed.
         """
-        self._ready()
+        if self._ready().owned is not None:
+            complete_state_(self.state, self.param_groups)  # until owners have taken their parts
         check = partial(check_values, orthogonalizer=self._execution.orthogonalizer)
         load_checked(self, state_dict, check=check, load=super().load_state_dict)
         self._preparation.state_was_loaded()

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from meshmuon.checkpoint import complete_state_
+from meshmuon.checkpoint import complete_state_, state_dtype
 from meshmuon.config import Execution
+from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
 from meshmuon.exchange.peers import Health, Peers
@@ -20,6 +21,7 @@ from meshmuon.layout.plain import PlainLayouts
 from meshmuon.plan.bucket import Plan, PolarSettings, build_plan
 from meshmuon.plan.describe import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.snapshot import Snapshot
 
 Groupings = list[dict[str, Any]]
@@ -34,11 +36,22 @@ class Ready:
         plan: All decisions.
         exchange: Moves the plan's buckets. Process groups are made when they are first needed.
         peers: The ranks to agree with.
+        contributions: Averages gradients, where the optimizer does that.
+        owned: The state this rank has then; None where every rank has the state of what it holds.
     """
 
     plan: Plan
     exchange: Exchange
     peers: Peers
+    contributions: Contributions
+    owned: OwnedState | None = None
+
+    def whole_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Put together the state that ranks own. Every rank must ask; nothing where each has its own."""
+        if self.owned is None:
+            return {}
+        self.owned.catch_up(self.contributions.together)
+        return self.owned.whole(self.contributions.together)
 
 
 class Preparation:
@@ -77,8 +90,12 @@ class Preparation:
                 group["params"] = [new if param is old else param for param in group["params"]]
         if self._ready is None or not self._snapshot.holds_for(param_groups):
             plan = self._plan(param_groups)
-            complete_state_(state, param_groups)
             self._ready = self._connected(plan, param_groups, before=self._ready)
+            if self._ready.owned is None:
+                complete_state_(state, param_groups)
+            else:
+                self._ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
+                state.clear()
             self._snapshot = Snapshot.of(param_groups)
         return self._ready
 
@@ -114,5 +131,8 @@ class Preparation:
         def settings() -> list[str]:
             return [exact_values(group) for group in param_groups]
 
-        peers = Peers(plan, groups, settings=settings, health=self._health, before=before.peers if before else None)
-        return Ready(plan, Exchange(groups, rank=plan.rank), peers)
+        earlier = (None, None) if before is None else (before.peers, before.owned)
+        peers = Peers(plan, groups, settings=settings, health=self._health, before=earlier[0])
+        contributions = Contributions(groups, in_rank_order=self._execution.grad_sync != "reduce_scatter")
+        owned = OwnedState(plan, param_groups, state_dtype, before=earlier[1]) if self._execution.syncs else None
+        return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, owned)

@@ -85,8 +85,8 @@ def total_polar(ranks):
 def test_once_in_the_whole_job_unless_the_plan_says_otherwise(counted):
     assert total_polar(counted("even")) == 6
     assert total_polar(counted("fsdp x tp")) == 5
-    # Four sharded matrices and six experts, the latter whole on one rank of each of the two replicas.
-    assert total_polar(counted("hsdp, shared")) == 4 + 2 * 6
+    # Four sharded matrices and six experts, the latter whole on one rank of each of the two replicas, which share them.
+    assert total_polar(counted("hsdp, shared")) == 4 + 6
     repeated = counted("hsdp, repeated")
     assert total_polar(repeated) == 2 * (4 + 6)
     assert "replica" in repeated[0]["text"], "what is repeated is named"
@@ -122,8 +122,9 @@ def test_shared_replicas_gather_within_a_replica_and_scatter_to_all(counted):
     """Four equal matrices on 2 x 2 ranks: each owner gets half of one, and gives away three quarters of two copies."""
     one = 24 * 36 * 4
     for rank in counted("hsdp, shared"):
-        gathered = sum(event[3] for event in launches(rank) if event[1] == "gather")
-        scattered = sum(event[3] for event in launches(rank) if event[1] == "scatter")
+        sharded = {bucket["number"] for bucket in owned(rank) if len(bucket["team"]) == 4}
+        gathered = sum(event[3] for event in launches(rank) if event[1] == "gather" and event[2] in sharded)
+        scattered = sum(event[3] for event in launches(rank) if event[1] == "scatter" and event[2] in sharded)
         assert gathered == one / 2
         assert scattered == 2 * one - one / 2
 

@@ -201,7 +201,7 @@ def test_an_array_as_a_keyword_of_another_version_fails_in_torch(name: str, valu
     assert name in text and "\n" not in text
 
 
-@pytest.mark.parametrize("name", ["qk_clip", "grad_sync", "offload"])
+@pytest.mark.parametrize("name", ["qk_clip", "offload"])
 def test_a_keyword_of_a_later_version_at_its_default_is_taken(name: str) -> None:
     Muon([matrix()], **{name: {"grad_sync": "none", "offload": False}.get(name)})
     assert f"{name}: 'on'" in refusal([matrix()], **{name: "on"})

@@ -6,7 +6,6 @@ host never waits; who was to blame is looked up when the answer has arrived by i
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from meshmuon.errors import (
     PlanMismatchError,
     message,
     some,
+    warn_user,
 )
 from meshmuon.exchange.peers import AgreedRefusalError, Peers, Row
 
@@ -36,6 +36,7 @@ class Watched:
         largest: The largest magnitude its arithmetic can take.
         shared: Whether other ranks hold the parameter too.
         refused: Why the gradient cannot be used at all, if so.
+        may_lack: Whether a rank may be without a gradient that others have: it then counts as zero.
     """
 
     name: str
@@ -43,14 +44,19 @@ class Watched:
     largest: float
     shared: bool
     refused: Exception | None = None
+    may_lack: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to go on: known on the host (`flag` is None), or decided by the device."""
+    """Whether to go on: known on the host (`flag` is None), or decided by the device.
+
+    `present` tells for each parameter whether any rank has a gradient; None where each rank has its own answer.
+    """
 
     go: bool
     flag: Tensor | None = None
+    present: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class _Report:
         differing: For each, whether its hyper-parameters were not the same on all ranks.
         overflow: Whether GradScaler saw an overflow.
         arrived: When it is here; None if it is.
+        present: For each, whether any rank has a gradient; None if nobody was asked.
     """
 
     step: int
@@ -74,6 +81,7 @@ class _Report:
     differing: Tensor
     overflow: Tensor
     arrived: torch.cuda.Event | None = None
+    present: Tensor | None = None
 
 
 class Agreement:
@@ -116,10 +124,10 @@ class Agreement:
             return Verdict(go=True)
         report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
         if report.bad.device.type == "cpu" or self._policy == "raise" or self._steps == 1:
-            return Verdict(go=self._account(report, watched, peers))
+            return Verdict(go=self._account(report, watched, peers), present=report.present)
         flag = ~(report.bad.any() | report.torn.any() | report.differing.any()) & (report.overflow == 0)
         self._on_their_way.append(_sent(report))
-        return Verdict(go=True, flag=flag)
+        return Verdict(go=True, flag=flag, present=report.present)
 
     def _report(
         self, watched: Sequence[Watched], peers: Peers, *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
@@ -150,7 +158,7 @@ class Agreement:
         else:  # nothing is written, and it is reported with the others when the answer has arrived
             torn, beyond[1] = torn | refused, beyond[1] | beyond[2]
         bad, torn, differing = (torch.cat([row, beyond[i : i + 1]]) for row, i in ((bad, 0), (torn, 1), (differing, 5)))
-        return _Report(self._steps, names, bad, torn, differing, beyond[3].float())
+        return _Report(self._steps, names, bad, torn, differing, beyond[3].float(), present=present)
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
         mine = next((w.refused for w in watched if w.refused is not None), None)
@@ -208,7 +216,7 @@ class Agreement:
             raise NonFiniteGradientError(message(f"step {report.step}", found=found, do=do))
         self._skipped += 1
         do = 'The step was skipped and nothing was changed; non_finite="raise" stops instead'
-        warnings.warn(message(f"step {report.step}", found=found, do=do), NonFiniteGradientWarning, stacklevel=2)
+        warn_user(message(f"step {report.step}", found=found, do=do), NonFiniteGradientWarning)
         return False
 
     def _torn_message(
@@ -243,7 +251,7 @@ def _unusable(watched: Sequence[Watched], device: torch.device, unscale: Tensor 
 def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor, settings: Sequence[int]) -> Tensor:
     """What this rank has to tell: a row of numbers for each `Row`. Brought to the device without waiting for it."""
     known = [
-        [w.shared and w.grad is None for w in watched],
+        [w.shared and w.grad is None and not w.may_lack for w in watched],
         [w.shared and w.grad is not None for w in watched],
         [w.refused is not None for w in watched],
         [False] * len(watched),

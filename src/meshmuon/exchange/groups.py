@@ -17,6 +17,11 @@ def global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+# Groups that were made for any optimizer of this process: (the job they belong to, the group), by their ranks. A group
+# costs sockets or a communicator, and all its members take part in making it, so all have it here or none.
+_MADE: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
 class Groups:
     """The process groups of an optimizer, by their (ascending) global ranks."""
 
@@ -47,7 +52,11 @@ class Groups:
             if len(ranks) == world_size():
                 self._groups[ranks] = dist.group.WORLD
             else:
-                self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                job, group = _MADE.get(ranks, (None, None))
+                if job is not dist.group.WORLD:
+                    group = dist.new_group(list(ranks), use_local_synchronization=True)
+                    _MADE[ranks] = (dist.group.WORLD, group)
+                self._groups[ranks] = group
 
     def __getitem__(self, ranks: tuple[int, ...]) -> Any:
         return self._groups[ranks]

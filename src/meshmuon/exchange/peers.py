@@ -151,7 +151,8 @@ class Peers:
         teams = team_fingerprints(self._plan.buckets)
         self._groups.ensure(set(teams) | ({self._everyone} if self._everyone else set()))
         for team, lines in sorted(teams.items()):
-            self._compare(team, lines)
+            if len(team) > 1:
+                self._compare(team, lines)
         self._before = None
         self._met = True
 

@@ -14,8 +14,6 @@ from meshmuon.groups.keys import ADAMW_KEYS, MUON_KEYS
 
 _LATER_ARGUMENTS: dict[str, bool | str | None] = {
     "qk_clip": None,
-    "grad_sync": "none",
-    "max_grad_norm": None,
     "offload": False,
 }
 

@@ -48,12 +48,16 @@ class PlainLayouts:
 
     Args:
         sharded: Name → its shard.
-        replicas: The process group whose ranks hold all other plain tensors, with the same gradients; None: not known.
+        replicas: The process group whose ranks hold all other plain tensors; None: not known.
+        syncs: Whether the optimizer averages their gradients: then there are no others, and one process is a group.
     """
 
-    def __init__(self, sharded: Mapping[str, Sharded] | None = None, replicas: Any = None) -> None:
+    def __init__(
+        self, sharded: Mapping[str, Sharded] | None = None, replicas: Any = None, *, syncs: bool = False
+    ) -> None:
         self._sharded = dict(sharded or {})
         self._replicas = replicas
+        self._syncs = syncs
         for name, shard in self._sharded.items():
             _check_group(f"sharded[{name!r}]", shard)
         if replicas is not None:
@@ -66,12 +70,12 @@ class PlainLayouts:
         if self._sharded or self._replicas is not None:
             found = "a process group, which exists in this job only"
             raise TypeError(message("optimizer", found=found, do="Save opt.state_dict() instead of the optimizer"))
-        return (PlainLayouts, ())
+        return (_of_one_process, (self._syncs,))
 
     @property
     def splits_replicas(self) -> bool:
-        """Whether the ranks of a group were said to hold the same plain tensors, to share their matrices."""
-        return self._replicas is not None
+        """Whether ranks were said to hold the same plain tensors, to share their matrices."""
+        return self._syncs or self._replicas is not None
 
     def declare(self, names: Iterable[str], shard: Sharded) -> None:
         """Take what a parameter group says of its parameters.
@@ -113,6 +117,9 @@ class PlainLayouts:
             ValueError: If the declaration does not fit the tensor.
         """
         if isinstance(tensor, DTensor):
+            if self._syncs:
+                do = "Leave grad_sync out: FSDP and TP average gradients themselves"
+                raise ValueError(message(f"parameter {name!r}", found="a DTensor, with grad_sync", do=do))
             if name in self._sharded:
                 do = "Leave it out of sharded=: a DTensor says itself where it lies"
                 raise ValueError(message(f"parameter {name!r}", found="a DTensor in sharded=", do=do))
@@ -120,8 +127,8 @@ class PlainLayouts:
         shard = self._sharded.get(name)
         if shard is not None and shard.dim != _WHOLE:
             return _shard_layout(name, tensor, shard)
-        if self._replicas is not None:
-            ranks = tuple(mesh.ranks_of(self._replicas))
+        if self.splits_replicas:
+            ranks = (0,) if self._replicas is None else tuple(mesh.ranks_of(self._replicas))
             return ShardLayout(tuple(tensor.shape), (len(ranks),), ranks, ((),) * tensor.ndim)
         _refuse_forgotten(name, tensor, declared=shard is not None)
         return None
@@ -145,13 +152,18 @@ class PlainLayouts:
         return {tuple(sorted(mesh.ranks_of(group))): group for group in named if group is not None}
 
 
-def plain_layouts(params: Any, *, sharded: Any, process_group: Any) -> PlainLayouts:
+def _of_one_process(syncs: bool) -> PlainLayouts:
+    return PlainLayouts(syncs=syncs)
+
+
+def plain_layouts(params: Any, *, sharded: Any, process_group: Any, syncs: bool) -> PlainLayouts:
     """Read what the constructor was told about plain tensors.
 
     Args:
         params: What the optimizer is for; `DistributedDataParallel` brings its own group.
         sharded: Name → `Sharded`, or None.
         process_group: The ranks that hold the same plain tensors, or None.
+        syncs: Whether the optimizer averages gradients itself; over all ranks, if no group is named.
 
     Returns:
         Where plain tensors lie.
@@ -165,10 +177,17 @@ def plain_layouts(params: Any, *, sharded: Any, process_group: Any) -> PlainLayo
     if sharded is not None and not isinstance(sharded, Mapping):
         do = "Write {name: Sharded(dim, group)}"
         raise TypeError(message("sharded", found=f"a {type(sharded).__name__}", do=do))
-    if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
+    wrapped = isinstance(params, nn.parallel.DistributedDataParallel)
+    if syncs and (wrapped or sharded):
+        found = "given with DistributedDataParallel" if wrapped else "given with sharded="
+        do = "One of the two averages gradients: pass the bare model, or leave grad_sync out"
+        raise ValueError(message("grad_sync", found=found, do=do))
+    if process_group is None and wrapped:
         process_group = params.process_group
+    if process_group is None and syncs and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
     shards = sharded or {}
-    return PlainLayouts(dict(zip(normalise_names(shards), shards.values(), strict=True)), process_group)
+    return PlainLayouts(dict(zip(normalise_names(shards), shards.values(), strict=True)), process_group, syncs=syncs)
 
 
 def megatron_shards(model: nn.Module, group: Any, *, parts: Mapping[str, tuple[int, ...]] | None = None) -> Any:

@@ -17,6 +17,7 @@ from meshmuon.layout.matrices import copies_of, matrices_of
 from meshmuon.layout.records import Matrix, ParameterRecord
 from meshmuon.plan.assign import assign_owners
 from meshmuon.plan.cost import sharing_pays
+from meshmuon.plan.flat import FlatBucket, flat_buckets
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.orthogonalize import Recipe, choose_recipe
@@ -88,6 +89,7 @@ class Plan:
         waves: What is computed together, in the order it is begun. A wave is finished before the next begins.
         elementwise: The parameters that take AdamW.
         execution: The bounds and choices of the run.
+        flat: Those same parameters as ranks share them, where the optimizer averages gradients.
         rank: This process's global rank.
         ranks: Number of processes in the job.
     """
@@ -96,6 +98,7 @@ class Plan:
     waves: tuple[tuple[Bucket, ...], ...]
     elementwise: tuple[ParameterRecord, ...]
     execution: Execution
+    flat: tuple[FlatBucket, ...] = ()
     rank: int = 0
     ranks: int = 1
 
@@ -183,7 +186,9 @@ def build_plan(
         for bucket in _local_buckets(alike, recipes[_kind(alike[0])], execution)
     ]
     owned = [_owned_buckets(team, recipes, execution) for team in _teams(matrices)]
-    return Plan(tuple(parameters), _waves(owned, local, execution), elementwise, execution, rank, ranks)
+    budget = execution.workspace_bytes // execution.max_in_flight
+    flat = flat_buckets(elementwise, most_bytes=budget) if execution.syncs else ()
+    return Plan(tuple(parameters), _waves(owned, local, execution), elementwise, execution, flat, rank, ranks)
 
 
 def _waves(
@@ -212,7 +217,8 @@ def _matrices(
     """The matrices of a parameter; shared by all its replicas where that was asked for, or pays."""
     matrices = matrices_of(parameter, rank=rank)
     copies = copies_of(parameter, rank=rank)
-    if len(copies) == 1 or execution.share_replicas == "never" or parameter.mode == "blockwise":
+    alone = len(copies) == 1 or execution.share_replicas == "never" or parameter.mode == "blockwise"
+    if alone and not execution.syncs:
         return matrices
 
     def pays(matrix: Matrix) -> bool:
@@ -278,9 +284,10 @@ def workspace_bytes(matrix: Matrix, recipe: Recipe) -> int:
         recipe: How it is computed.
 
     Returns:
-        Bytes. A shared one is also once in a send and once in a receive buffer.
+        Bytes. A shared one is also once in a send and once in a receive buffer, for each of its replicas.
     """
-    on_the_way = 0 if matrix.share is None else 2 * math.prod(matrix.shape) * max(4, recipe.dtype.itemsize)
+    copies = 0 if matrix.share is None else len(matrix.share.copies)
+    on_the_way = 2 * copies * math.prod(matrix.shape) * max(4, recipe.dtype.itemsize)
     return recipe.workspace_bytes(*matrix.wide_shape) + on_the_way
 
 

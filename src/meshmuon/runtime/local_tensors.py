@@ -36,6 +36,17 @@ class LocalTensors:
         tensor: Tensor = self._param_groups[record.group]["params"][record.position]
         return tensor
 
+    def has_gradient(self, record: ParameterRecord) -> bool:
+        """Tell whether a parameter has a gradient on this rank.
+
+        Args:
+            record: The parameter.
+
+        Returns:
+            True if it has.
+        """
+        return self._parameter(record).grad is not None
+
     def present(self, bucket: Bucket) -> Bucket:
         """Leave out the matrices without a gradient, where no other rank counts on them.
 
@@ -112,13 +123,17 @@ class LocalTensors:
             One record per parameter, in the order of the plan.
         """
         watched = []
+        syncs = plan.execution.syncs
         for record in plan.parameters:
             param = self._parameter(record)
-            largest = largest_gradient(param, self._state[param].get("momentum_buffer"))
+            buffer = self._state[param].get("momentum_buffer") if not syncs else None
+            largest = largest_gradient(param, buffer)
+            if syncs and record.routing.algorithm == "muon":
+                largest /= 2 * plan.ranks  # so that no sum of them, and no difference of sums, overflows
             grad, refused = None, None
             try:
                 grad = None if param.grad is None else usable_gradient(record.name, param)
             except (TypeError, ValueError) as error:
                 refused = error  # told to the peers before it is raised, or they would wait for this rank
-            watched.append(Watched(record.name, grad, largest, record.layout is not None, refused))
+            watched.append(Watched(record.name, grad, largest, record.layout is not None, refused, may_lack=syncs))
         return watched

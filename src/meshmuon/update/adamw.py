@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class AdamWRule:
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
-        grad_scale: What the gradients are still multiplied with (GradScaler), or None.
+        unscale: What gradients are multiplied with when read (GradScaler, clipping), or None.
         proceed: A device flag; where it is False nothing changes. None means go.
     """
 
@@ -43,8 +44,21 @@ class AdamWRule:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    grad_scale: Tensor | None = None
+    unscale: Tensor | None = None
     proceed: Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, decays: bool, unscale: Tensor | None, proceed: Tensor | None) -> AdamWRule:
+        """Read the numbers of a parameter group."""
+        ratio = group["adamw_lr_ratio"]
+        return cls(
+            lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"] if decays else 0.0,
+            unscale=unscale,
+            proceed=proceed,
+        )
 
 
 def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
@@ -60,9 +74,10 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
     if not tensors:
         return
     fused = has_fused_adamw(tensors[0].param.device)
-    work = [_Work(item, copy_grad=rule.grad_scale is not None) for item in tensors]
+    work = [_Work(item, copy_grad=rule.unscale is not None) for item in tensors]
     device = tensors[0].param.device
-    scale = None if rule.grad_scale is None else rule.grad_scale.to(device, torch.float32)
+    # The kernels divide, and round to the gradient's dtype only what they have used.
+    scale = None if rule.unscale is None else rule.unscale.double().reciprocal().to(device, torch.float32)
     found_inf = None if scale is None else torch.zeros((), device=device)
     if rule.proceed is not None:
         found_inf = torch.logical_not(rule.proceed).to(torch.float32)

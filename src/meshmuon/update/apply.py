@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ class ApplyRule:
     adjust_lr_fn: LRRule
     extra_scale_factor: float
     proceed: Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, proceed: Tensor | None) -> ApplyRule:
+        """Read the numbers of a parameter group."""
+        keys = ("lr", "weight_decay", "weight_decay_mode", "adjust_lr_fn", "extra_scale_factor")
+        return cls(**{key: group[key] for key in keys}, proceed=proceed)
 
 
 def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: ApplyRule) -> None:

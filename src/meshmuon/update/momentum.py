@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ class MomentumRule:
     l2: float = 0.0
     unscale: Tensor | None = None
     proceed: Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, unscale: Tensor | None, proceed: Tensor | None) -> MomentumRule:
+        """Read the numbers of a parameter group."""
+        l2 = group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0
+        return cls(momentum=group["momentum"], nesterov=group["nesterov"], l2=l2, unscale=unscale, proceed=proceed)
 
 
 def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule) -> None:

@@ -1,0 +1,173 @@
+"""State that lives on one rank only: momentum of the matrices it owns, moments of the stretches it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshmuon.layout.records import Matrix, ParameterRecord
+from meshmuon.plan.bucket import Plan
+from meshmuon.plan.flat import Stretch
+
+# Puts together a flat tensor of which each rank of a team has a part, and zeros elsewhere.
+Together: TypeAlias = Callable[[tuple[int, ...], Tensor], Tensor]
+WholeState: TypeAlias = dict[Tensor, dict[str, Tensor]]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class OwnedState:
+    """What this rank keeps under `grad_sync`; elsewhere it does not exist.
+
+    Args:
+        plan: Who owns what.
+        param_groups: The optimizer's groups.
+        momentum_dtype: The dtype of a parameter's momentum.
+        before: The state under an earlier plan, with other owners; taken over by `catch_up`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        param_groups: Sequence[Mapping[str, Any]],
+        momentum_dtype: Callable[[Tensor, Mapping[str, Any]], torch.dtype],
+        before: OwnedState | None = None,
+    ) -> None:
+        self.plan = plan
+        self._before = before
+        self._param_groups = param_groups
+        self._momentum_dtype = momentum_dtype
+        self._momentum: dict[tuple[object, ...], Tensor] = {}
+        self._moments: dict[tuple[object, ...], dict[str, Tensor]] = {}
+        for matrix in self.matrices():
+            param = self._parameter(matrix.parameter)
+            dtype = momentum_dtype(param, param_groups[matrix.parameter.group])
+            self._momentum[_key(matrix)] = torch.zeros_like(
+                matrix.block.select(param), dtype=dtype, memory_format=torch.contiguous_format
+            )
+        for stretch in self.stretches():
+            param = self._parameter(stretch.parameter)
+            fresh = {key: torch.zeros(stretch.numel, dtype=param.dtype, device=param.device) for key in _MOMENTS}
+            self._moments[_key(stretch)] = {"step": torch.zeros((), device=param.device), **fresh}
+
+    def _parameter(self, record: ParameterRecord) -> Tensor:
+        tensor: Tensor = self._param_groups[record.group]["params"][record.position]
+        return tensor.detach()
+
+    def matrices(self) -> list[Matrix]:
+        """Give the matrices this rank owns."""
+        return [
+            matrix
+            for bucket in self.plan.buckets
+            for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+            if bucket.team[owner] == self.plan.rank
+        ]
+
+    def stretches(self) -> list[Stretch]:
+        """Give the stretches this rank updates."""
+        return [s for bucket in self.plan.flat for s in bucket.owned_by(bucket.team.index(self.plan.rank))]
+
+    def momentum(self, matrix: Matrix) -> Tensor:
+        """Give the momentum of a matrix this rank owns, in the dims of its block."""
+        return self._momentum[_key(matrix)]
+
+    def moments(self, stretch: Stretch) -> dict[str, Tensor]:
+        """Give AdamW's state of a stretch this rank updates."""
+        return self._moments[_key(stretch)]
+
+    @property
+    def numel(self) -> int:
+        """How many numbers of state are kept here."""
+        moments = sum(each[key].numel() for each in self._moments.values() for key in _MOMENTS)
+        return moments + sum(buffer.numel() for buffer in self._momentum.values())
+
+    def catch_up(self, together: Together) -> None:
+        """Take over what other ranks owned under an earlier plan. Every rank must ask; later calls do nothing.
+
+        Args:
+            together: Puts together what ranks have.
+        """
+        before, self._before = self._before, None
+        if before is not None:
+            before.catch_up(together)
+            self.take(before.whole(together))
+
+    def whole(self, together: Together) -> WholeState:
+        """Give the whole state of every parameter, in torch's form. Every rank must ask.
+
+        Args:
+            together: Puts together what ranks have.
+
+        Returns:
+            Parameter → its state; the same on every rank.
+        """
+        mine = self._scattered()
+        result: WholeState = {}
+        for record in self.plan.parameters:
+            param = self._param_groups[record.group]["params"][record.position]
+            assert record.layout is not None
+            team = tuple(sorted(record.layout.ranks))
+            result[param] = {key: _united(value, team, together) for key, value in mine[param].items()}
+        return result
+
+    def _scattered(self) -> WholeState:
+        """What this rank has, at its place in tensors of the parameters' shapes; zeros elsewhere."""
+        result: WholeState = {}
+        for record in self.plan.parameters:
+            param, group = self._parameter(record), self._param_groups[record.group]
+            if record.routing.algorithm == "muon":
+                made = {"momentum_buffer": _zeros(param, self._momentum_dtype(param, group))}
+            else:
+                made = {
+                    "step": torch.zeros((), device=param.device),
+                    **{k: _zeros(param, param.dtype) for k in _MOMENTS},
+                }
+            result[self._param_groups[record.group]["params"][record.position]] = made
+        for matrix in self.matrices():
+            full = result[self._param_groups[matrix.parameter.group]["params"][matrix.parameter.position]]
+            matrix.block.select(full["momentum_buffer"]).copy_(self.momentum(matrix))
+        for stretch in self.stretches():
+            full = result[self._param_groups[stretch.parameter.group]["params"][stretch.parameter.position]]
+            for key in _MOMENTS:
+                full[key].view(-1)[stretch.start : stretch.stop].copy_(self.moments(stretch)[key])
+            if stretch.start == 0:
+                full["step"].copy_(self.moments(stretch)["step"])
+        return result
+
+    def take(self, whole: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Take this rank's part of a whole state.
+
+        Args:
+            whole: Parameter → its state; parameters without any keep what they have.
+        """
+        for matrix in self.matrices():
+            state = whole.get(self._param_groups[matrix.parameter.group]["params"][matrix.parameter.position])
+            if state:
+                self.momentum(matrix).copy_(matrix.block.select(state["momentum_buffer"]))
+        for stretch in self.stretches():
+            state = whole.get(self._param_groups[stretch.parameter.group]["params"][stretch.parameter.position])
+            if state:
+                for key in _MOMENTS:
+                    flat = state[key].reshape(-1)[stretch.start : stretch.stop]
+                    self.moments(stretch)[key].copy_(flat)
+                self.moments(stretch)["step"].copy_(state["step"])
+
+
+def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(param.shape, dtype=dtype, device=param.device)
+
+
+def _united(value: Tensor, team: tuple[int, ...], together: Together) -> Tensor:
+    """Whole numbers of 4 bytes travel: an odd count of 2-byte ones is made even."""
+    flat = value.reshape(-1)
+    padded = torch.cat([flat, flat.new_zeros(flat.numel() % 2)]) if value.dtype.itemsize == 2 else flat
+    return together(team, padded)[: flat.numel()].view(value.shape)
+
+
+def _key(owned: Matrix | Stretch) -> tuple[object, ...]:
+    record = owned.parameter
+    if isinstance(owned, Stretch):
+        return (record.group, record.position, owned.start)
+    return (record.group, record.position, owned.block.rows, owned.block.cols, owned.block.lead_index)

@@ -1,0 +1,242 @@
+"""The step under `grad_sync`: gradients are averaged on their way to the owners, where alone there is state.
+
+gradients of all ranks → average at the owner → momentum → polar factor → back to everyone → apply
+gradients of all ranks → average at the owner → AdamW on its stretch   → back to everyone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon.exchange.contributions import Contributions
+from meshmuon.exchange.exchange import Exchange
+from meshmuon.layout.records import Matrix, ParameterRecord, Place
+from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.flat import GRAIN, FlatBucket
+from meshmuon.polar.orthogonalize import orthogonalize_stack
+from meshmuon.runtime import pipeline
+from meshmuon.runtime.owned_state import OwnedState
+from meshmuon.update.adamw import AdamWRule, AdamWTensors, update_adamw_
+from meshmuon.update.apply import ApplyRule, apply_update_
+from meshmuon.update.momentum import MomentumRule, update_momentum_
+from meshmuon.update.tensors import MatrixTensors
+
+_ROW = 4096
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+@dataclass(frozen=True, slots=True)
+class SyncedStep:
+    """One step. Made anew for each.
+
+    Attributes:
+        plan: Who owns what.
+        param_groups: The optimizer's groups.
+        exchange: Brings directions back.
+        contributions: Averages gradients.
+        owned: This rank's state.
+        present: Whether a parameter has a gradient on any rank, by its group and position.
+        unscale: GradScaler's factor, or None.
+        proceed: A device flag, or None.
+    """
+
+    plan: Plan
+    param_groups: Sequence[Mapping[str, Any]]
+    exchange: Exchange
+    contributions: Contributions
+    owned: OwnedState
+    present: Mapping[tuple[int, int], bool]
+    unscale: Tensor | None
+    proceed: Tensor | None
+
+    def take(self) -> None:
+        """Take the step: bucket by bucket, or, to clip by the norm of all averages, in two rounds."""
+        bound = self.plan.execution.max_grad_norm
+        if bound is None:
+            self._run([self._matrices(bucket) for bucket in self.plan.buckets])
+            self._run([self._stretches(bucket) for bucket in self.plan.flat])
+            return
+        averages: dict[object, Tensor] = {}
+        self._run([self._averaged(bucket, averages) for bucket in self._buckets])
+        clipped = dataclasses.replace(self, unscale=self._clip(averages, bound))
+        clipped._run([clipped._matrices(bucket, averages) for bucket in self.plan.buckets])
+        clipped._run([clipped._stretches(bucket, averages) for bucket in self.plan.flat])
+
+    @property
+    def _buckets(self) -> list[Bucket | FlatBucket]:
+        return [*self.plan.buckets, *self.plan.flat]
+
+    def _run(self, journeys: list[Iterator[None]]) -> None:
+        pipeline.run(
+            (pipeline.Journey(journey, 0) for journey in journeys),
+            max_in_flight=self.plan.execution.max_in_flight,
+            workspace_bytes=self.plan.execution.workspace_bytes,  # each bucket takes at most its part of it
+        )
+
+    def _averaged(self, bucket: Bucket | FlatBucket, averages: dict[object, Tensor]) -> Iterator[None]:
+        """The first half of a journey: this rank's part of the average, kept for the second."""
+        packed, spread = self._packed(bucket)
+        pending = self.contributions.average(bucket.team, packed, spread, rank=self.plan.rank)
+        if pending.in_flight:
+            yield
+        averages[id(bucket)] = pending.wait()
+
+    def _packed(self, bucket: Bucket | FlatBucket) -> tuple[Tensor, Sequence[int]]:
+        """This rank's contribution, by owner; zeros where it has no gradient."""
+        if isinstance(bucket, FlatBucket):
+            parts = [self._flat_gradient(s.parameter)[s.start : s.stop] for s in bucket.stretches]
+            return torch.cat(parts), bucket.spread
+        way = self.exchange.table(bucket).back
+        dtype = bucket.matrices[0].parameter.dtype
+        packed = torch.empty(sum(way.spread), dtype=dtype, device=bucket.device)
+        for matrix, offset in zip(bucket.matrices, way.offsets, strict=True):
+            assert offset is not None
+            grad = self._parameter(matrix.parameter).grad
+            place = _seen(packed, offset, matrix)
+            place.zero_() if grad is None else place.copy_(matrix.block.select(grad))
+        return packed, way.spread
+
+    def _matrices(self, bucket: Bucket, averages: dict[object, Tensor] | None = None) -> Iterator[None]:
+        """The journey of a bucket of matrices."""
+        held = {} if averages is None else averages
+        if averages is None:
+            yield from self._averaged(bucket, held)
+        group = self.param_groups[bucket.group]
+        average = held.pop(id(bucket))
+        inputs = average.new_empty(average.numel(), dtype=bucket.recipe.input_dtype)
+        owned = self._owned(bucket, average)
+        update_momentum_(owned, inputs, MomentumRule.of(group, unscale=self.unscale, proceed=self.proceed))
+        del average
+        directions = orthogonalize_stack(inputs.view(-1, *bucket.wide_shape), bucket.recipe)
+        scattered = self.exchange.scatter(bucket, directions)
+        if scattered.in_flight:
+            yield
+        apply_update_(self._everyones(bucket), scattered.wait(), ApplyRule.of(group, proceed=self.proceed))
+
+    def _owned(self, bucket: Bucket, average: Tensor) -> list[MatrixTensors]:
+        """The matrices of a bucket that this rank owns, as whole ones with averaged gradients."""
+        items = []
+        mine = (m for m, o in zip(bucket.matrices, bucket.owners, strict=True) if bucket.team[o] == self.plan.rank)
+        offset = 0
+        for matrix in mine:
+            param = matrix.block.select(self._parameter(matrix.parameter).detach())
+            present = self._is_present(matrix.parameter)
+            whole = dataclasses.replace(matrix, share=None, logical_shape=matrix.scaled_shape)
+            grad = _seen(average, offset, matrix) if present else None
+            place = Place(offset, offset)
+            items.append(MatrixTensors(whole, param, grad, self.owned.momentum(matrix), place, present))
+            offset += math.prod(matrix.shape)
+        return items
+
+    def _everyones(self, bucket: Bucket) -> list[MatrixTensors]:
+        """All matrices of a bucket, to be moved along the directions that came back."""
+        items = []
+        for matrix, place in zip(bucket.matrices, self.exchange.places(bucket), strict=True):
+            param = matrix.block.select(self._parameter(matrix.parameter).detach())
+            items.append(MatrixTensors(matrix, param, None, param, place, self._is_present(matrix.parameter)))
+        return items
+
+    def _stretches(self, bucket: FlatBucket, averages: dict[object, Tensor] | None = None) -> Iterator[None]:
+        """The journey of a bucket of element-wise parameters."""
+        held = {} if averages is None else averages
+        if averages is None:
+            yield from self._averaged(bucket, held)
+        average = held.pop(id(bucket))
+        mine = bucket.owned_by(bucket.team.index(self.plan.rank))
+        results = [self._flat(s.parameter)[s.start : s.stop].clone() for s in mine]
+        for decays in (False, True):
+            tensors = [
+                AdamWTensors(param=result, grad=grad, **self.owned.moments(stretch))
+                for stretch, result, grad in zip(mine, results, average.split([s.numel for s in mine]), strict=True)
+                if self._decays(stretch.parameter) == decays and self._is_present(stretch.parameter)
+            ]
+            rule = AdamWRule.of(
+                self.param_groups[bucket.group], decays=decays, unscale=self.unscale, proceed=self.proceed
+            )
+            update_adamw_(tensors, rule)
+        own = torch.cat(results) if results else average.new_empty(0, dtype=bucket.dtype)
+        pending = self.contributions.give(bucket.team, own, bucket.spread)
+        if pending.in_flight:
+            yield
+        received = pending.wait().split([stretch.numel for stretch in bucket.stretches])
+        for stretch, part in zip(bucket.stretches, received, strict=True):
+            _write_flat(self._parameter(stretch.parameter).detach(), stretch.start, part)
+
+    def _clip(self, averages: Mapping[object, Tensor], bound: float) -> Tensor:
+        """The factor that brings the norm of all averages down to the bound, with GradScaler's own.
+
+        Sums of squares of fixed parts, added in the order of their size: the same bits on any number of ranks.
+        """
+        parts = []
+        for bucket in self._buckets:
+            squares, counts = _squares(bucket, averages[id(bucket)], self.plan.rank)
+            parts.append(self.contributions.give(bucket.team, squares, counts).wait())
+        norm = _sum(torch.cat(parts).sort().values).sqrt()
+        unscale = torch.ones_like(norm) if self.unscale is None else self.unscale.to(norm)
+        return (bound / (norm * unscale + _CLIP_EPS)).clamp(max=1.0) * unscale
+
+    def _parameter(self, record: ParameterRecord) -> Tensor:
+        tensor: Tensor = self.param_groups[record.group]["params"][record.position]
+        return tensor
+
+    def _is_present(self, record: ParameterRecord) -> bool:
+        return self.present[record.group, record.position]
+
+    def _flat(self, record: ParameterRecord) -> Tensor:
+        return self._parameter(record).detach().reshape(-1)
+
+    def _flat_gradient(self, record: ParameterRecord) -> Tensor:
+        param = self._parameter(record)
+        return torch.zeros_like(param).reshape(-1) if param.grad is None else param.grad.reshape(-1)
+
+    def _decays(self, record: ParameterRecord) -> bool:
+        return len(record.shape) >= 2 or bool(self.param_groups[record.group]["decay_vectors"])
+
+
+def _seen(flat: Tensor, offset: int, matrix: Matrix) -> Tensor:
+    """A matrix's part of a flat buffer, in the dims of its block."""
+    rows, cols = matrix.shape
+    return matrix.block.unfold(flat[offset : offset + rows * cols].view(1, rows, cols))
+
+
+def _write_flat(param: Tensor, start: int, part: Tensor) -> None:
+    if param.is_contiguous():
+        param.view(-1)[start : start + part.numel()].copy_(part)
+    else:
+        flat = param.reshape(-1)
+        flat[start : start + part.numel()].copy_(part)
+        param.copy_(flat.view(param.shape))
+
+
+def _squares(bucket: Bucket | FlatBucket, average: Tensor, rank: int) -> tuple[Tensor, list[int]]:
+    """Sums of squares over each matrix or grain this rank owns, and how many of them every member has."""
+    sizes = _sizes(bucket)
+    mine = sizes[bucket.team.index(rank)]
+    sums = [_sum(part.double().square()) for part in average.split(mine)]
+    return (torch.stack(sums) if sums else average.new_empty(0, dtype=torch.float64)), [len(each) for each in sizes]
+
+
+def _sizes(bucket: Bucket | FlatBucket) -> list[list[int]]:
+    """For each member of the team, the sizes of the parts whose squares are added by themselves."""
+    sizes: list[list[int]] = [[] for _ in bucket.team]
+    if isinstance(bucket, Bucket):
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            sizes[owner].append(math.prod(matrix.shape))
+    else:
+        for stretch in bucket.stretches:
+            starts = range(stretch.start, stretch.stop, GRAIN)
+            sizes[stretch.owner] += [min(GRAIN, stretch.stop - start) for start in starts]
+    return sizes
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """Add up a vector by rows of one length: a plain sum is split differently among threads."""
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _ROW))
+    return padded.view(-1, _ROW).sum(dim=1).sum()
