@@ -202,7 +202,9 @@ class ShardLayout:
         Returns:
             One coordinate per axis.
         """
-        index = self.ranks.index(rank)
+        # On a mesh of the whole job ranks stand at their own places: no search among thousands.
+        own_place = 0 <= rank < len(self.ranks) and self.ranks[rank] == rank
+        index = rank if own_place else self.ranks.index(rank)
         result = []
         for size in reversed(self.mesh_shape):
             index, coordinate = divmod(index, size)

@@ -132,13 +132,20 @@ def bytes_sent(bucket: Bucket, rank: int) -> int:
         Bytes; what a rank keeps for itself does not count.
     """
     total = 0
+    held: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}  # experts of one parameter are cut alike
+    everybody = frozenset(bucket.team)
     for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
         assert matrix.share is not None
-        piece = matrix.piece(rank).numel
+        key = (id(matrix.parameter), id(matrix.share))
+        if key not in held:
+            one_copy = len(matrix.share.copies) == 1
+            copy = everybody if one_copy else frozenset(matrix.share.copy_of(rank))
+            held[key] = (matrix.piece(rank).numel, copy)
+        piece, copy = held[key]
         if bucket.team[owner] == rank:
             back = math.prod(matrix.shape) * len(matrix.share.copies) - piece
             total += back * bucket.recipe.dtype.itemsize
-        elif bucket.team[owner] in matrix.share.copy_of(rank):
+        elif bucket.team[owner] in copy:
             total += piece * bucket.recipe.input_dtype.itemsize
     return total
 
@@ -179,13 +186,14 @@ def build_plan(
         for parameter in muon
         for matrix in _matrices(parameter, polar=polar, execution=execution, asked=split_replicas, rank=rank)
     ]
-    recipes = {_kind(matrix): _recipe(matrix, polar=polar, execution=execution) for matrix in matrices}
+    kinds = _Kinds()
+    recipes = {kinds.of(one): _recipe(one, polar=polar, execution=execution) for one, *_ in _alike(matrices, kinds)}
     local = [
         bucket
-        for alike in _alike(m for m in matrices if m.share is None)
-        for bucket in _local_buckets(alike, recipes[_kind(alike[0])], execution)
+        for alike in _alike((m for m in matrices if m.share is None), kinds)
+        for bucket in _local_buckets(alike, recipes[kinds.of(alike[0])], execution)
     ]
-    owned = [_owned_buckets(team, recipes, execution) for team in _teams(matrices)]
+    owned = [_owned_buckets(team, recipes, execution, kinds) for team in _teams(matrices, kinds)]
     budget = execution.workspace_bytes // execution.max_in_flight
     flat = flat_buckets(elementwise, most_bytes=budget) if execution.syncs else ()
     return Plan(tuple(parameters), _waves(owned, local, execution), elementwise, execution, flat, rank, ranks)
@@ -231,27 +239,53 @@ def _matrices(
     return [dataclasses.replace(m, share=dataclasses.replace(m.share, copies=copies)) for m in split if m.share]
 
 
-def _kind(matrix: Matrix) -> tuple[object, ...]:
-    """What matrices of one bucket have in common."""
-    parameter = matrix.parameter
-    team = matrix.share.team if matrix.share else ()
-    return (parameter.group, matrix.wide_shape, parameter.dtype, parameter.device, team)
+class _Kinds:
+    """Numbers for what matrices of one bucket have in common.
+
+    To hash a team of thousands takes longer than everything else about a matrix: done once for each parameter. The
+    matrices must outlive this, since parameters are known by identity.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._known: dict[tuple[int, tuple[int, int]], int] = {}
+        self._teams: dict[int, tuple[int, ...]] = {}
+        self._same: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, matrix: Matrix) -> int:
+        """Give the number of a matrix's kind."""
+        key = (id(matrix.parameter), matrix.wide_shape)
+        if key not in self._known:
+            p = matrix.parameter
+            kind = (p.group, matrix.wide_shape, p.dtype, p.device, self.team(matrix))
+            self._known[key] = self._numbers.setdefault(kind, len(self._numbers))
+        return self._known[key]
+
+    def team(self, matrix: Matrix) -> tuple[int, ...]:
+        """Give the team of a matrix, the same object for the same ranks; empty if it is not shared."""
+        if matrix.share is None:
+            return ()
+        key = id(matrix.parameter)
+        if key not in self._teams:
+            team = matrix.share.team
+            self._teams[key] = self._same.setdefault(team, team)
+        return self._teams[key]
 
 
-def _alike(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
-    found: dict[tuple[object, ...], list[Matrix]] = {}
+def _alike(matrices: Iterable[Matrix], kinds: _Kinds) -> list[list[Matrix]]:
+    found: dict[int, list[Matrix]] = {}
     for matrix in matrices:
-        found.setdefault(_kind(matrix), []).append(matrix)
+        found.setdefault(kinds.of(matrix), []).append(matrix)
     return list(found.values())
 
 
-def _teams(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+def _teams(matrices: Iterable[Matrix], kinds: _Kinds) -> list[list[Matrix]]:
     """Shared matrices by team, in the order of the teams' ranks: the same order on every rank."""
-    found: dict[tuple[int, ...], list[Matrix]] = {}
+    found: dict[int, list[Matrix]] = {}
     for matrix in matrices:
         if matrix.share is not None:
-            found.setdefault(matrix.share.team, []).append(matrix)
-    return [found[team] for team in sorted(found)]
+            found.setdefault(id(kinds.team(matrix)), []).append(matrix)
+    return sorted(found.values(), key=lambda team: kinds.team(team[0]))
 
 
 def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Execution) -> Recipe:
@@ -311,16 +345,17 @@ def _local_buckets(matrices: Sequence[Matrix], recipe: Recipe, execution: Execut
 
 
 def _owned_buckets(
-    matrices: Sequence[Matrix], recipes: Mapping[tuple[object, ...], Recipe], execution: Execution
+    matrices: Sequence[Matrix], recipes: Mapping[int, Recipe], execution: Execution, kinds: _Kinds
 ) -> list[Bucket]:
     """Give each matrix of a team an owner, then cut alike ones so that every owner gets what fits its workspace."""
-    assert matrices[0].share is not None
-    team = matrices[0].share.team
-    costs = [recipes[_kind(matrix)].flops(*matrix.wide_shape) for matrix in matrices]
+    team = kinds.team(matrices[0])
+    by_kind = _alike(matrices, kinds)
+    cost_of = {kinds.of(one): recipes[kinds.of(one)].flops(*one.wide_shape) for one, *_ in by_kind}
+    costs = [cost_of[kinds.of(matrix)] for matrix in matrices]
     owner_of = dict(zip(map(id, matrices), assign_owners(costs, len(team)), strict=True))
     buckets = []
-    for alike in _alike(matrices):
-        recipe = recipes[_kind(alike[0])]
+    for alike in by_kind:
+        recipe = recipes[kinds.of(alike[0])]
         limit = _at_once(alike[0], recipe, execution)
         rounds: dict[int, list[Matrix]] = {}
         taken = [0] * len(team)
