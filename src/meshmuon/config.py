@@ -17,6 +17,7 @@ Form = Literal["auto", "standard", "gram", "svd"]
 DTypeChoice = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 LRRule = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 WeightDecayMode = Literal["decoupled", "cautious", "l2"]
+KernelChoice = Literal["auto", "triton", "torch"]
 RouteChoice = Literal["auto", "owner"]
 Mode = Literal["exact", "blockwise"]
 Sharing = Literal["auto", "always", "never"]
@@ -242,15 +243,19 @@ class Orthogonalizer:
         dtype: What to compute in; "auto" is fp32 on a CPU and fp16 on a GPU. "bfloat16" reproduces torch.optim.Muon.
         restarts: The steps before which the Gram form starts anew; "auto" chooses the fewest that are stable. Others
             are taken as they are; where rounding may grow too far between two of them, the optimizer warns.
+        kernels: "triton" for our own symmetric products and fused element-wise work, "torch" for torch's, or "auto":
+            ours on GPUs they were measured on. The plan says which, and why.
     """
 
     form: Form = "auto"
     dtype: DTypeChoice = "auto"
     restarts: Literal["auto"] | tuple[int, ...] = "auto"
+    kernels: KernelChoice = "auto"
 
     def __post_init__(self) -> None:
         check_word("form", self.form, get_args(Form))
         check_word("dtype", self.dtype, get_args(DTypeChoice))
+        check_word("kernels", self.kernels, get_args(KernelChoice))
         if isinstance(self.restarts, str) and self.restarts == "auto":
             return
         if not isinstance(self.restarts, (tuple, list)):

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from meshmuon.checkpoint import complete_state_, load_checked
 from meshmuon.config import Execution, GradSync, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_lr
 from meshmuon.exchange.agreement import Agreement, Verdict
-from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
     check_defaults,
@@ -37,8 +36,8 @@ from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.synced import SyncedStep
 from meshmuon.update.adamw import AdamWRule, update_adamw_
-from meshmuon.update.apply import ApplyRule, apply_update_
-from meshmuon.update.momentum import MomentumRule, update_momentum_
+from meshmuon.update.apply import ApplyRule
+from meshmuon.update.momentum import MomentumRule
 
 logger = logging.getLogger("meshmuon")
 
@@ -213,8 +212,7 @@ class Muon(Optimizer):
     def _take_step(self, ready: Ready, proceed: Tensor | None) -> None:
         for wave in ready.plan.waves:
             journeys = (
-                pipeline.Journey(self._update(bucket, ready.exchange, proceed), bucket.bytes_in_flight)
-                for bucket in wave
+                pipeline.Journey(self._update(bucket, ready, proceed), bucket.bytes_in_flight) for bucket in wave
             )
             pipeline.run(
                 journeys,
@@ -241,20 +239,18 @@ class Muon(Optimizer):
             proceed=verdict.flag,
         ).take()
 
-    def _update(self, bucket: Bucket, exchange: Exchange, proceed: Tensor | None) -> Iterator[None]:
+    def _update(self, bucket: Bucket, ready: Ready, proceed: Tensor | None) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
+        exchange, updates = ready.exchange, ready.updates
         bucket = self._tensors.present(bucket)
         matrices = self._tensors.matrices(bucket, places=exchange.places(bucket))
         if not matrices:
             return
         group = self.param_groups[bucket.group]
-        size = exchange.buffer_size(bucket)
-        inputs = torch.empty(size, dtype=bucket.recipe.input_dtype, device=bucket.device)
-        update_momentum_(
-            matrices,
-            inputs,
-            MomentumRule.of(group, unscale=self._unscale(), proceed=proceed),
-        )
+        before = MomentumRule.of(group, unscale=self._unscale(), proceed=proceed)
+        after = ApplyRule.of(group, proceed=proceed)
+        inputs = torch.empty(exchange.buffer_size(bucket), dtype=bucket.recipe.input_dtype, device=bucket.device)
+        squares = updates.momentum(bucket, matrices, inputs, before, after)
         if self._execution.release_grads:
             matrices = self._tensors.release_gradients(matrices)
         gathered = exchange.gather(bucket, inputs)  # a local bucket is already there
@@ -262,12 +258,12 @@ class Muon(Optimizer):
             yield
         stack = gathered.wait()
         del gathered, inputs  # what has arrived is in the stack: memory is bounded by letting go as early as possible
-        directions = orthogonalize_stack(stack, bucket.recipe)
+        directions = orthogonalize_stack(stack, bucket.recipe, partials=squares, consume=True)
         del stack
         scattered = exchange.scatter(bucket, directions)  # the same table, inverted
         if scattered.in_flight:
             yield
-        apply_update_(matrices, scattered.wait(), ApplyRule.of(group, proceed=proceed))
+        updates.apply(bucket, matrices, scattered.wait(), after)
 
     def _update_elementwise(self, plan: Plan, proceed: Tensor | None) -> None:
         """AdamW for everything that is not a hidden matrix."""

@@ -23,6 +23,7 @@ from meshmuon.plan.describe import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.snapshot import Snapshot
+from meshmuon.update.fused import BucketUpdates
 
 Groupings = list[dict[str, Any]]
 State = dict[Tensor, Any]
@@ -37,6 +38,7 @@ class Ready:
         exchange: Moves the plan's buckets. Process groups are made when they are first needed.
         peers: The ranks to agree with.
         contributions: Averages gradients, where the optimizer does that.
+        updates: Does the element-wise work of the plan's buckets.
         owned: The state this rank has then; None where every rank has the state of what it holds.
     """
 
@@ -44,6 +46,7 @@ class Ready:
     exchange: Exchange
     peers: Peers
     contributions: Contributions
+    updates: BucketUpdates
     owned: OwnedState | None = None
 
     def whole_state(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -135,4 +138,4 @@ class Preparation:
         peers = Peers(plan, groups, settings=settings, health=self._health, before=earlier[0])
         contributions = Contributions(groups, in_rank_order=self._execution.grad_sync != "reduce_scatter")
         owned = OwnedState(plan, param_groups, state_dtype, before=earlier[1]) if self._execution.syncs else None
-        return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, owned)
+        return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, BucketUpdates(), owned)

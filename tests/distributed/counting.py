@@ -93,9 +93,9 @@ def recorded():
 
         return wrapper
 
-    def polar(stack, recipe):
+    def polar(stack, recipe, **more):
         events.append(("polar", tuple(stack.shape[1:]), stack.shape[0]))
-        return orthogonalize(stack, recipe)
+        return orthogonalize(stack, recipe, **more)
 
     with (
         mock.patch.object(dist, "all_to_all_single", counted),

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import meshmuon.muon
 from meshmuon import Muon, Sharded
 from meshmuon.testing import Replay
-from meshmuon.update import apply
+from meshmuon.update import apply, fused
 from tests.distributed.fault_scenarios import on_mesh
 from tests.distributed.scenarios import EXPERTS, PARAMETERS, STEPS, groups_for, result_of, tensor_for
 
@@ -122,11 +121,11 @@ def _see_ranks_twice():
 
         apply.apply_update_([dataclasses.replace(m, matrix=seen(m.matrix)) for m in matrices], directions, rule)
 
-    meshmuon.muon.apply_update_ = wrong
+    fused.apply_update_ = wrong
 
 
 def see_right():
-    meshmuon.muon.apply_update_ = apply.apply_update_
+    fused.apply_update_ = apply.apply_update_
 
 
 def shards_alone(ranks, settings):

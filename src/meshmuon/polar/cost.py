@@ -24,21 +24,23 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def standard_flops(m: int, n: int, *, steps: int) -> float:
+def standard_flops(m: int, n: int, *, steps: int, symmetric: bool = False) -> float:
     """Count the floating-point operations of the standard form.
 
     Args:
         m: Short side.
         n: Long side.
         steps: Number of steps.
+        symmetric: Whether products with a symmetric result compute one triangle only.
 
     Returns:
-        FLOPs, all products dense.
+        FLOPs.
     """
-    return steps * (4.0 * m * m * n + 2.0 * m**3)
+    triangle = 1.0 if symmetric else 2.0
+    return steps * ((triangle + 2.0) * m * m * n + triangle * m**3)
 
 
-def gram_flops(m: int, n: int, *, schedule: Schedule, restarts: Sequence[int]) -> float:
+def gram_flops(m: int, n: int, *, schedule: Schedule, restarts: Sequence[int], symmetric: bool = False) -> float:
     """Count the floating-point operations of the Gram form.
 
     Args:
@@ -46,13 +48,15 @@ def gram_flops(m: int, n: int, *, schedule: Schedule, restarts: Sequence[int]) -
         n: Long side.
         schedule: One triple per step.
         restarts: Where the Gram matrix is formed anew.
+        symmetric: Whether products with a symmetric result compute one triangle only.
 
     Returns:
-        FLOPs, all products dense.
+        FLOPs.
     """
+    triangle = 1.0 if symmetric else 2.0
     segments = split_at(schedule, restarts)
     small = sum(4 * len(segment) - 3 for segment in segments)
-    return len(segments) * 4.0 * m * m * n + small * 2.0 * m**3
+    return len(segments) * (triangle + 2.0) * m * m * n + small * triangle * m**3
 
 
 def svd_flops(m: int, n: int) -> float:
@@ -68,20 +72,24 @@ def svd_flops(m: int, n: int) -> float:
     return 14.0 * n * m * m + 8.0 * m**3
 
 
-def workspace_bytes(m: int, n: int, *, compute_bytes: int, input_bytes: int) -> int:
+def workspace_bytes(m: int, n: int, *, compute_bytes: int, input_bytes: int, fused: bool = False) -> int:
     """Bound the memory one matrix takes while it is orthogonalized.
 
     Counted at the widest moment: the packed input, the fp32 copy it is normalised in, two iterates and four Gram-sized
-    matrices in the compute dtype.
+    matrices in the compute dtype. Fused, the input becomes the first iterate where it stands.
 
     Args:
         m: Short side.
         n: Long side.
         compute_bytes: Bytes of an element in the compute dtype.
         input_bytes: Bytes of an element of the packed input.
+        fused: Whether it is normalised in place.
 
     Returns:
         Bytes.
     """
+    in_place = fused and (m, n) == (padded(m), padded(n))
     m, n = padded(m), padded(n)
+    if in_place:
+        return 2 * m * n * compute_bytes + 5 * m * m * compute_bytes
     return m * n * (input_bytes + max(4, compute_bytes) + 2 * compute_bytes) + 4 * m * m * compute_bytes

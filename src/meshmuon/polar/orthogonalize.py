@@ -16,13 +16,17 @@ from torch import Tensor
 
 from meshmuon.config import DTypeChoice, Form, Orthogonalizer
 from meshmuon.errors import message
+from meshmuon.kernels import elementwise
+from meshmuon.kernels.dispatch import Dispatch, choose_kernels
+from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule, resolve_schedule
 from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
+from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
-from meshmuon.polar.operations import TorchOperations
+from meshmuon.polar.operations import Operations, TorchOperations
 
-_OPERATIONS = TorchOperations()
+_OPERATIONS: dict[str, Operations] = {"torch": TorchOperations(), "triton": KernelOperations()}
 _DEFAULT_WORKSPACE = 2**30
 # m·m·n above which a CPU takes matrices one by one: its batched products run on one thread or miss the cache (measured
 # 115 against 266 GFLOP/s at 192, 176 against 320 at 768), while below it the calls themselves cost more.
@@ -45,6 +49,7 @@ class Recipe:
             overflow before it is normalised), and fp64 for parameters in fp64.
         restarts: Where the Gram form starts anew.
         eps: Guards 0/0.
+        kernels: What products and element-wise work run in, and why.
     """
 
     schedule: Schedule
@@ -53,18 +58,30 @@ class Recipe:
     input_dtype: torch.dtype
     restarts: tuple[int, ...]
     eps: float
+    kernels: Dispatch
+
+    @property
+    def fused(self) -> bool:
+        """Whether element-wise work runs in kernels of ours."""
+        return self.kernels.fused
 
     def flops(self, m: int, n: int) -> float:
         """Count the operations for one m×n matrix (m <= n)."""
         if self.form == "svd":
             return cost.svd_flops(m, n)
         if self.form == "gram":
-            return cost.gram_flops(m, n, schedule=self.schedule, restarts=self.restarts)
-        return cost.standard_flops(m, n, steps=len(self.schedule))
+            return cost.gram_flops(m, n, schedule=self.schedule, restarts=self.restarts, symmetric=self._symmetric)
+        return cost.standard_flops(m, n, steps=len(self.schedule), symmetric=self._symmetric)
+
+    @property
+    def _symmetric(self) -> bool:
+        return self.kernels.products == "triton"
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
-        return cost.workspace_bytes(m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize)
+        return cost.workspace_bytes(
+            m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize, fused=self.fused
+        )
 
     def batch(self, m: int, n: int, device: torch.device) -> int | None:
         """Give how many m×n matrices are best taken through a step together; None: as many as fit."""
@@ -73,7 +90,8 @@ class Recipe:
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""
         restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
-        return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}"
+        kernels = f" {self.kernels.products} kernels" if self.fused else ""
+        return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 
 def choose_recipe(
@@ -105,9 +123,11 @@ def choose_recipe(
     orthogonalizer.check_steps(len(schedule))
     restarts = choose_restarts(schedule, compute) if chosen == "auto" else chosen
     form = orthogonalizer.form
+    kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device)
     if form == "auto":
-        standard = cost.standard_flops(m, n, steps=len(schedule))
-        gram = cost.gram_flops(m, n, schedule=schedule, restarts=restarts)
+        symmetric = kernels.products == "triton"
+        standard = cost.standard_flops(m, n, steps=len(schedule), symmetric=symmetric)
+        gram = cost.gram_flops(m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
         form = "gram" if gram < standard else "standard"
     if form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
@@ -119,6 +139,7 @@ def choose_recipe(
         input_dtype=torch.float64 if dtype == torch.float64 else arrives,
         restarts=restarts if form == "gram" else (),
         eps=eps,
+        kernels=kernels,
     )
 
 
@@ -179,12 +200,14 @@ def orthogonalize(
     return result.to(x.dtype).reshape(x.shape)
 
 
-def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
+def orthogonalize_stack(x: Tensor, recipe: Recipe, *, partials: Tensor | None = None, consume: bool = False) -> Tensor:
     """Compute the polar factors of a stack of wide matrices.
 
     Args:
-        x: (batch, m, n) with m <= n, any strides, in any floating dtype; never written.
+        x: (batch, m, n) with m <= n, any strides, in any floating dtype.
         recipe: How.
+        partials: Sums of squares of x by tiles, where the kernels have made them already.
+        consume: Whether the memory of x may be written; else it never is.
 
     Returns:
         A new (batch, m, n) in the recipe's dtype.
@@ -194,6 +217,8 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe) -> Tensor:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
+    if recipe.fused:
+        return _iterate(_normalised_by_kernels(x, recipe, partials, consume=consume), recipe)[:, :m, :n]
     start = normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
     if x.device.type != "cpu" or m * m * n < _ONE_BY_ONE_FROM:
         return _iterate(start, recipe)[:, :m, :n]
@@ -214,12 +239,25 @@ def _canonical(x: Tensor, recipe: Recipe) -> Tensor:
     return buffer
 
 
+def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *, consume: bool) -> Tensor:
+    """The same entry by fused kernels: padded, divided by the norm, rounded to the dtype of the products."""
+    batch, m, n = x.shape
+    check_kernels(x.device, recipe.dtype)
+    norms = elementwise.find_norms(elementwise.measure(x) if partials is None else partials, batch=batch)
+    in_place = consume and x.is_contiguous() and x.dtype.itemsize == recipe.dtype.itemsize
+    if in_place and (m, n) == (cost.padded(m), cost.padded(n)):
+        return elementwise.normalise(x, norms, out=x.view(recipe.dtype))
+    out = torch.empty(batch, cost.padded(m), cost.padded(n), dtype=recipe.dtype, device=x.device)
+    return elementwise.normalise(x, norms, out=out)
+
+
 def _iterate(start: Tensor, recipe: Recipe, out: Tensor | None = None) -> Tensor:
+    operations = _OPERATIONS[recipe.kernels.products]
     if recipe.form == "gram":
         return gram_newton_schulz(
-            start, schedule=recipe.schedule, restarts=recipe.restarts, operations=_OPERATIONS, out=out
+            start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out
         )
-    return newton_schulz(start, schedule=recipe.schedule, operations=_OPERATIONS, out=out)
+    return newton_schulz(start, schedule=recipe.schedule, operations=operations, out=out)
 
 
 def normalised(x: Tensor, *, eps: float) -> Tensor:

@@ -1,0 +1,45 @@
+"""Whether kernels can run here, and the message if they cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from torch import Tensor
+
+from meshmuon.errors import message
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Tell whether Triton is installed, without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Tell whether kernels run in Triton's interpreter (`TRITON_INTERPRET=1`), on a CPU; imports Triton."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def check_runnable(name: str, *tensors: Tensor) -> None:
+    """Refuse to launch a kernel where it cannot run.
+
+    Args:
+        name: The function the user called.
+        *tensors: What it was called with; all have to be on one GPU.
+
+    Raises:
+        ModuleNotFoundError: If Triton is not installed.
+        ValueError: If a tensor is not on the GPU of the first one.
+    """
+    if not has_triton():
+        raise ModuleNotFoundError(message(name, found="Triton is not installed", do="pip install triton"))
+    device = tensors[0].device
+    together = all(tensor.device == device for tensor in tensors)
+    if together and (device.type == "cuda" or (device.type == "cpu" and is_interpreted())):
+        return
+    found = "tensors on " + ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+    raise ValueError(message(name, found=found, do="Put all of them on one GPU (or set TRITON_INTERPRET=1 for a CPU)"))

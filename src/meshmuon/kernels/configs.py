@@ -1,0 +1,137 @@
+"""Which tiles a symmetric product is computed in, by architecture and size. A table, so that no user waits for tuning.
+
+[Note: bits and batches] A matrix has to get the same bits alone or in company. On Hopper all tiles of one `block_k`
+were measured to give the same bits (tests/gpu/test_kernels.py keeps watch), so the choice may depend on how many tiles
+there are to fill the device with. Elsewhere nobody measured it, and the choice does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Architecture = Literal["hopper", "blackwell", "ampere", "rocm", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one product is cut into programs.
+
+    Attributes:
+        block: Side of the square output tile.
+        block_k: How much of the inner dimension one step takes.
+        warps: Warps per program.
+        stages: Depth of the software pipeline.
+        group: Tile rows walked together, for L2.
+        tensor_memory: Whether tiles may move through TMA descriptors.
+    """
+
+    block: int
+    block_k: int
+    warps: int
+    stages: int
+    group: int = 8
+    tensor_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table: it holds up to (and including) these sizes.
+
+    Attributes:
+        config: The tiles.
+        largest_m: Side of the result.
+        largest_k: Inner dimension.
+        largest_count: Tiles of 128×128 in the whole batch. Only where tiles do not change bits.
+        even_waves: Whether it holds only if those tiles, one per SM at a time, take an even number of rounds.
+    """
+
+    config: TileConfig
+    largest_m: float = float("inf")
+    largest_k: float = float("inf")
+    largest_count: float = float("inf")
+    even_waves: bool = False
+
+
+_HOPPER_SMS = 132
+# fp32 products run on the plain units with exact (ieee) arithmetic: small tiles, no TMA.
+_FLOAT32 = TileConfig(block=64, block_k=32, warps=4, stages=2)
+_TABLE: dict[Architecture, tuple[Row, ...]] = {
+    # Measured on an H200 (132 SMs, two programs of 128×128 with three stages on each). Up to about one tile per SM,
+    # smaller tiles fill the device better. A fourth stage costs the second program: it pays where k is long, or where
+    # an odd number of rounds would leave the second program of the last one without a tile.
+    "hopper": (
+        Row(TileConfig(64, 64, 4, 4, tensor_memory=True), largest_count=136, largest_k=1536),
+        Row(TileConfig(64, 64, 4, 3, tensor_memory=True), largest_count=136),
+        Row(TileConfig(128, 64, 4, 3, tensor_memory=True), largest_k=3071),
+        Row(TileConfig(128, 64, 4, 3, tensor_memory=True), largest_k=4096, even_waves=True),
+        Row(TileConfig(128, 64, 4, 4, tensor_memory=True)),
+    ),
+    # Not measured by us. Data-centre Blackwell has TMA and 228 KB of shared memory as Hopper has.
+    "blackwell": (
+        Row(TileConfig(64, 64, 4, 4, tensor_memory=True), largest_m=1024),
+        Row(TileConfig(128, 64, 4, 4, tensor_memory=True)),
+    ),
+    # 164 KB of shared memory on A100 but 100 KB on consumer cards: three stages of 128×128×32 take 48 KB.
+    "ampere": (
+        Row(TileConfig(64, 32, 4, 4), largest_m=1024),
+        Row(TileConfig(128, 32, 8, 3)),
+    ),
+    # 64 KB of local memory; AMD's compiler counts the tile in registers as a stage of its own.
+    "rocm": (
+        Row(TileConfig(64, 64, 4, 2), largest_m=1024),
+        Row(TileConfig(128, 64, 8, 2)),
+    ),
+    "other": (Row(TileConfig(64, 32, 4, 2)),),
+}
+
+
+@functools.cache
+def architecture_of(device: torch.device) -> Architecture:
+    """Name the kind of GPU.
+
+    Args:
+        device: A device.
+
+    Returns:
+        Its row in the table; "other" for what is unknown, the interpreter included.
+    """
+    if device.type != "cuda":
+        return "other"
+    if torch.version.hip is not None:
+        return "rocm"
+    major, _ = torch.cuda.get_device_capability(device)
+    names: dict[int, Architecture] = {8: "ampere", 9: "hopper", 10: "blackwell"}
+    return names.get(major, "ampere" if major > 10 else "other")
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_config(architecture: Architecture, batch: int, m: int, k: int, dtype: torch.dtype) -> TileConfig:
+    """Choose the tiles of a product.
+
+    Args:
+        architecture: The kind of GPU.
+        batch: Number of matrices. See [Note: bits and batches].
+        m: Side of the result.
+        k: Inner dimension.
+        dtype: Of the operands.
+
+    Returns:
+        The configuration.
+    """
+    if dtype == torch.float32:
+        return _FLOAT32
+    sides = -(-m // 128)
+    count = batch * sides * (sides + 1) // 2
+    fits = (
+        row.config
+        for row in _TABLE[architecture]
+        if m <= row.largest_m
+        and k <= row.largest_k
+        and count <= row.largest_count
+        and not (row.even_waves and -(-count // _HOPPER_SMS) % 2)
+    )
+    return next(fits)

@@ -1,0 +1,77 @@
+"""Which products run in kernels of our own, and why: decided once per shape, told in the plan, checked before use."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from meshmuon.config import KernelChoice
+from meshmuon.errors import message
+from meshmuon.kernels.availability import has_triton, is_interpreted
+from meshmuon.kernels.configs import architecture_of
+
+_SMALLEST_SIDE = 256  # below it a product is launch-bound either way, and cuBLAS has smaller tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A choice and its reason.
+
+    Attributes:
+        products: "triton" for our symmetric products, "torch" for torch's.
+        fused: Whether element-wise work is fused in kernels of ours.
+        reason: Why, in a few words.
+    """
+
+    products: Literal["triton", "torch"]
+    fused: bool
+    reason: str
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_kernels(choice: KernelChoice, *, m: int, dtype: torch.dtype, device: torch.device) -> Dispatch:
+    """Choose what the products of one shape are computed with.
+
+    Args:
+        choice: The user's.
+        m: The short side.
+        dtype: What products are computed in.
+        device: Where.
+
+    Returns:
+        The choice, with its reason.
+
+    Raises:
+        ValueError: If "triton" was asked for and cannot run here.
+    """
+    if choice == "torch":
+        return Dispatch("torch", False, "asked for")
+    if choice == "auto" and device.type == "cpu":
+        return Dispatch("torch", False, "on a CPU")
+    missing = _what_is_missing(dtype, device)
+    if choice == "triton":
+        if missing:
+            raise ValueError(message('kernels="triton"', found=missing, do='Use kernels="auto"'))
+        return Dispatch("triton", True, "asked for")
+    if missing:
+        return Dispatch("torch", False, missing)
+    if architecture_of(device) != "hopper":
+        return Dispatch("torch", False, f"our kernels are not measured on {architecture_of(device)}")
+    if m < _SMALLEST_SIDE:
+        return Dispatch("torch", True, f"short side below {_SMALLEST_SIDE}")
+    return Dispatch("triton", True, "symmetric results cost half")
+
+
+def _what_is_missing(dtype: torch.dtype, device: torch.device) -> str:
+    if not has_triton():
+        return "Triton is not installed"
+    if device.type == "cpu" and not is_interpreted():
+        return "on a CPU"
+    if device.type not in ("cuda", "cpu"):
+        return f"on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16) and device.type != "cpu":
+        return f"products in {dtype}"
+    return ""

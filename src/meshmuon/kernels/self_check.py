@@ -1,0 +1,107 @@
+"""Each kernel against plain torch, on first use on a device. A wrong one is refused loudly, never silently replaced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshmuon.errors import message
+from meshmuon.kernels import elementwise
+from meshmuon.kernels.symmetric_matmul import symmetric_matmul
+from meshmuon.kernels.tables import Slot, build_tables
+
+_ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
+
+
+@functools.cache
+def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Run every kernel once on a small problem and compare it with torch.
+
+    Args:
+        device: Where.
+        dtype: What products are computed in.
+
+    Raises:
+        RuntimeError: Names the kernel that is wrong.
+    """
+    for name, check in CHECKS.items():
+        got, expected = check(device, dtype)
+        bound = _ROUNDINGS * torch.finfo(got.dtype).eps * float(expected.abs().max())
+        worst = float((got.double() - expected.double()).abs().max())
+        if not worst <= bound:  # NaN fails too
+            found = f"off by {worst:.2e} on {device}, where rounding explains {bound:.2e}"
+            do = 'Do not train with it: use Orthogonalizer(kernels="torch"), and report this with `meshmuon doctor`'
+            raise RuntimeError(message(f"kernel {name}", found=found, do=do))
+
+
+def _numbers(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Reproducible numbers of size 1 without a generator: this may run in the middle of a training run."""
+    count = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32)
+    return torch.sin(count * 12.9898).mul_(1.7).view(shape).to(dtype)
+
+
+def _gram(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _numbers(device, dtype, 2, 144, 208) / 8
+    return symmetric_matmul(x), torch.bmm(x.double(), x.double().mT)
+
+
+def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _numbers(device, dtype, 2, 144, 208) / 64
+    r = torch.bmm(x, x.mT)
+    wide = r.double()
+    expected = torch.baddbmm(wide, wide, wide.mT, beta=-2.5, alpha=1.5)
+    expected.diagonal(dim1=-2, dim2=-1).add_(3.0)
+    return symmetric_matmul(r, alpha=1.5, beta=-2.5, c=r, gamma=3.0), expected
+
+
+def _slot(device: torch.device) -> tuple[Slot, Tensor]:
+    param, buffer, grad = _numbers(device, torch.float32, 3, 80, 48).unbind()
+    slot = Slot(
+        param=param,
+        buffer=buffer,
+        grad=grad,
+        input_offset=0,
+        direction_offset=0,
+        padded=(48, 80),
+        turned=True,
+        scale=0.5,
+    )
+    return slot, torch.empty(48 * 80, dtype=torch.bfloat16, device=device)
+
+
+def _momentum(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    slot, inputs = _slot(device)
+    assert slot.grad is not None
+    buffer = torch.lerp(slot.buffer, slot.grad, 0.1)
+    expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(torch.bfloat16)
+    numbers = torch.tensor(elementwise.momentum_numbers(0.9), device=device)
+    elementwise.update_momentum(build_tables([slot])[0][0], inputs, numbers=numbers, nesterov=True)
+    return inputs.view(48, 80), expected
+
+
+def _normalise(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _numbers(device, torch.bfloat16, 2, 48, 80) * 1e-20
+    out = torch.empty(2, 48, 80, dtype=dtype, device=device)
+    elementwise.normalise(x, elementwise.find_norms(elementwise.measure(x), batch=2), out=out)
+    return out, x.double() / x.double().flatten(1).norm(dim=1)[:, None, None]
+
+
+def _apply(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    slot, _ = _slot(device)
+    direction = _numbers(device, dtype, 48 * 80)
+    expected = slot.param * (1 - 0.1 * 0.2) - 0.1 * 0.5 * direction.view(48, 80).mT.float()
+    lr, decay = torch.tensor([0.1, 0.2], device=device).unbind()
+    elementwise.apply_update(build_tables([slot])[0][0], direction, lr=lr, weight_decay=decay, mode="decoupled")
+    return slot.param, expected
+
+
+CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
+    "symmetric_matmul (gram)": _gram,
+    "symmetric_matmul (quadratic)": _quadratic,
+    "update_momentum": _momentum,
+    "normalise": _normalise,
+    "apply_update": _apply,
+}

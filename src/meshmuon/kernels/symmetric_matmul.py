@@ -1,0 +1,263 @@
+"""Products that are known to be symmetric: one triangle is computed, the other one mirrored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon.errors import message
+from meshmuon.kernels.availability import check_runnable, is_interpreted
+from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
+_MOST_BOUND = 4096
+_compiled: dict[tuple[Any, ...], Any] = {}
+_bound: dict[tuple[Any, ...], _Bound] = {}
+
+
+def symmetric_matmul(
+    a: Tensor,
+    b: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Tensor | None = None,
+    gamma: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute alpha·A·Bᵀ + beta·C + gamma·I for matrices whose result is symmetric, with half the arithmetic.
+
+    That A·Bᵀ and C are symmetric is the caller's promise: B = A, or two symmetric matrices that commute. Only the lower
+    triangle is computed (and only C's is used), summed in fp32 and rounded once; the result equals its transpose bit
+    for bit. A matrix gets the same bits alone or in any batch. The coefficients are run-time numbers: changing them
+    compiles nothing.
+
+    Args:
+        a: (batch, m, k) or (m, k) in fp16, bf16 or fp32, on a GPU. Any strides; 16-byte-aligned rows are fastest.
+        b: Of a's shape and dtype; None means a.
+        alpha: Factor of the product.
+        beta: Factor of c.
+        c: (batch, m, m) or (m, m), of a's dtype, or None. Not read if beta is 0.
+        gamma: What is added to the diagonal.
+        out: Where to write; may be c, never a or b. None makes a new tensor.
+
+    Returns:
+        `out`, or a new contiguous tensor of shape (batch, m, m) or (m, m).
+
+    Raises:
+        ModuleNotFoundError: If Triton is not installed.
+        TypeError: If dtypes differ or are not supported.
+        ValueError: If shapes or devices do not fit.
+    """
+    if beta == 0.0:
+        c = None
+    result = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None and a.ndim > 1 else out
+    # The same memory again, as in every step of an optimizer: checked, described and looked up before.
+    key = (_whereabouts(a), _whereabouts(b), _whereabouts(c), _whereabouts(result))
+    known = _bound.get(key)
+    if known is not None and result is not None and (beta == 0.0 or c is not None):
+        known(float(alpha), float(beta), float(gamma))
+        return result
+    _check(a, b, beta, c, out)
+    m, k = a.shape[-2:]
+    config = choose_config(architecture_of(a.device), a.shape[0] if a.ndim == 3 else 1, m, k, a.dtype)
+    symmetric_matmul_with(config, a, b, alpha=alpha, beta=beta, c=c, gamma=gamma, out=result)
+    assert result is not None
+    if a.device.type == "cuda" and result.numel() and _uses_tma(config, (a, b, c, result)):
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        _bound[key] = _Bound(config, *(_stacked(t) for t in (a, None if b is a else b, c, result)))
+    return result
+
+
+def symmetric_matmul_with(
+    config: TileConfig,
+    a: Tensor,
+    b: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Tensor | None = None,
+    gamma: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute the same with given tiles, for tuning; arguments are not checked.
+
+    Args:
+        config: The tiles.
+        a: (batch, m, k) or (m, k).
+        b: Of a's shape, or None.
+        alpha: Factor of the product.
+        beta: Factor of c.
+        c: (batch, m, m) or (m, m), or None.
+        gamma: What is added to the diagonal.
+        out: Where to write, or None.
+
+    Returns:
+        `out` or a new tensor.
+    """
+    result = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
+    if result.numel() == 0:
+        return result
+    operands = (a, None if b is a else b, c if beta != 0.0 else None, result)
+    left, right, added, written = (_stacked(t) for t in operands)
+    numbers = (float(alpha), float(beta), float(gamma))
+    if _uses_tma(config, operands):
+        _Bound(config, left, right, added, written)(*numbers)
+    else:
+        with _on(a.device):
+            _launch_pointers(config, left, right, added, written, numbers)
+    return result
+
+
+def _stacked(x: Tensor | None) -> Any:
+    return x if x is None or x.ndim == 3 else x.unsqueeze(0)
+
+
+def _whereabouts(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a bound launch depends on. Addresses tell devices apart as well."""
+    return None if x is None else (x.data_ptr(), x.dtype, x.shape, x.stride())
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _tiles(config: TileConfig, m: int) -> int:
+    sides = -(-m // config.block)
+    return sides * (sides + 1) // 2
+
+
+class _Bound:
+    """A launch through TMA, bound to its memory by address: it keeps no tensor alive.
+
+    What is left to do per call is Triton's own launch. Its look-up of the compiled kernel, the checks and the making of
+    descriptors would cost twice as much host time.
+    """
+
+    __slots__ = ("_binary", "_config", "_device", "_grid", "_head", "_run", "_tail")
+
+    def __init__(self, config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> None:
+        batch, m, k = a.shape
+        tiles = _tiles(config, m)
+        operand, square = (1, config.block, config.block_k), (1, config.block, config.block)
+        self._config = config
+        self._device = a.device
+        self._grid = (batch * tiles, 1, 1)
+        described = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square), _descriptor(d, square))
+        self._head = (*described, m, k, tiles)
+        self._tail = (b is None, c is not None, config.block, config.block_k, config.group)
+        self._binary = (config, a.dtype, b is None, c is None, a.device)  # all that the compiled kernel depends on
+        self._run: Any = None
+
+    def __call__(self, alpha: float, beta: float, gamma: float) -> None:
+        with _on(self._device):
+            if self._run is not None:
+                self._run(*self._head, alpha, beta, gamma, *self._tail)
+            else:
+                self._first(*self._head, alpha, beta, gamma, *self._tail)
+
+    def _first(self, *arguments: Any) -> None:
+        from meshmuon.kernels.symmetric_tiles import tensor_memory_kernel
+
+        compiled = _compiled.get(self._binary)
+        if compiled is not None:
+            self._run = compiled[self._grid]
+            self._run(*arguments)
+            return
+        options = {"num_warps": self._config.warps, "num_stages": self._config.stages}
+        compiled = tensor_memory_kernel[self._grid](*arguments, **options)
+        if not is_interpreted():
+            _compiled[self._binary] = compiled
+
+
+def _launch_pointers(
+    config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, numbers: tuple[float, float, float]
+) -> None:
+    from meshmuon.kernels.symmetric_tiles import pointer_kernel
+
+    batch, m, k = a.shape
+    tiles = _tiles(config, m)
+    b = a if b is None else b
+    filler = d if c is None else c  # never read
+    strides = (a.stride(), b.stride(), filler.stride(), d.stride())
+    pointer_kernel[(batch * tiles,)](
+        a,
+        b,
+        filler,
+        d,
+        *strides,
+        m,
+        k,
+        tiles,
+        *numbers,
+        LONG=any(abs(step) * 2 * config.block >= 2**31 for steps in strides for step in steps[1:]),
+        ADD=c is not None,
+        BLOCK=config.block,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _uses_tma(config: TileConfig, tensors: Sequence[Tensor | None]) -> bool:
+    inner = tensors[0].shape[-1] if tensors[0] is not None else 0
+    return config.tensor_memory and inner > 0 and all(x is None or _fits_tma(x) for x in tensors)
+
+
+def _fits_tma(x: Tensor) -> bool:
+    size = x.element_size()
+    *outer, last = x.stride()
+    aligned = all(stride > 0 and stride * size % _TMA_ALIGNMENT == 0 for stride in outer)
+    return aligned and last == 1 and x.data_ptr() % _TMA_ALIGNMENT == 0
+
+
+class _Address:
+    """What a tensor descriptor needs to know of its tensor, without keeping the tensor's memory alive."""
+
+    __slots__ = ("_pointer", "dtype")
+
+    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
+        self._pointer, self.dtype = pointer, dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self._pointer
+
+
+def _descriptor(x: Tensor | None, block: tuple[int, ...]) -> Any:
+    if x is None:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    base = x if is_interpreted() else _Address(x.data_ptr(), x.dtype)  # the interpreter moves the tensor itself
+    return TensorDescriptor(base, list(x.shape), list(x.stride()), list(block))
+
+
+def _check(a: Tensor, b: Tensor | None, beta: float, c: Tensor | None, out: Tensor | None) -> None:
+    if a.ndim not in (2, 3):
+        raise ValueError(message("a", found=f"{a.ndim}-D", do="Pass (m, k) or (batch, m, k)"))
+    if a.dtype not in _DTYPES:
+        raise TypeError(message("a", found=f"{a.dtype}", do="Use fp16, bf16 or fp32"))
+    if beta != 0.0 and c is None:
+        raise ValueError(message("beta", found=f"{beta} without c", do="Pass c, or leave beta at 0"))
+    square = (*a.shape[:-1], a.shape[-2])
+    for name, tensor, shape in (("b", b, a.shape), ("c", c, square), ("out", out, square)):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(message(name, found=f"shape {tuple(tensor.shape)}", do=f"Pass {tuple(shape)}"))
+        if tensor.dtype != a.dtype:
+            raise TypeError(message(name, found=f"{tensor.dtype}", do=f"Pass {a.dtype} as in a"))
+    if out is not None and out.numel() and any(t is not None and t.data_ptr() == out.data_ptr() for t in (a, b)):
+        raise ValueError(message("out", found="the memory of an operand", do="Pass other memory: tiles read all of it"))
+    check_runnable("symmetric_matmul", *(t for t in (a, b, c, out) if t is not None))

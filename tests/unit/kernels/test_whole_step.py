@@ -1,0 +1,133 @@
+"""The whole optimizer through the kernels, in Triton's interpreter, beside the plain torch path."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from meshmuon import Muon, Orthogonalizer
+from meshmuon.kernels import self_check
+from meshmuon.kernels.dispatch import choose_kernels
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.orthogonalize import choose_recipe, orthogonalize_stack
+
+SHAPES = {"wide": (48, 80), "tall": (80, 48), "odd": (33, 50), "square": (48, 48)}
+VIEWS = {"qkv": ((72, 48), {"split_rows": (32, 24, 16)}), "experts": ((3, 32, 48), {"experts": True})}
+
+
+def optimizer(kernels, settings, dtype):
+    generator = torch.Generator().manual_seed(0)
+    groups = [{"params": [(n, torch.randn(s, generator=generator).requires_grad_())]} for n, s in SHAPES.items()]
+    for name, (shape, view) in VIEWS.items():
+        param = torch.randn(shape, generator=generator).requires_grad_()
+        groups.append({"params": [(name, param)], "algorithm": "muon", "view": view})
+    for group in groups:
+        group.setdefault("algorithm", "muon")
+    return Muon(groups, lr=0.02, orthogonalizer=Orthogonalizer(dtype=dtype, kernels=kernels), **settings)
+
+
+def train(opt, steps=3):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for group in opt.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=generator)
+        opt.step()
+    return [p.detach() for g in opt.param_groups for p in g["params"]], [
+        s["momentum_buffer"] for s in opt.state.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"nesterov": False, "weight_decay_mode": "cautious"}, {"weight_decay_mode": "l2"}]
+)
+def test_a_step_is_that_of_plain_torch(settings):
+    ours, theirs = optimizer("triton", settings, "float16"), optimizer("torch", settings, "float16")
+    assert "triton kernels" in str(ours) and "triton" not in str(theirs)
+    start = [p.detach().clone() for g in ours.param_groups for p in g["params"]]
+    params, momentum = train(ours)
+    expected, expected_momentum = train(theirs)
+    for first, got, wanted in zip(start, params, expected, strict=True):
+        # The interpreter truncates inputs to bf16, torch rounds them; where a sign is close to call, decay may differ.
+        assert (got - wanted).norm() < 0.03 * (wanted - first).norm()
+    for got, wanted in zip(momentum, expected_momentum, strict=True):
+        # The interpreter contracts nothing, torch's CPU kernels do; on a GPU the two are equal bit for bit. With "l2"
+        # the momentum knows the parameters.
+        bound = 1e-4 if settings.get("weight_decay_mode") == "l2" else 1e-6
+        assert (got - wanted).norm() < bound * wanted.norm()
+
+
+def test_the_step_can_be_skipped_and_a_missing_gradient_leaves_a_matrix_alone():
+    opt = optimizer("triton", {}, "float16")
+    train(opt, 1)
+    before = [p.detach().clone() for g in opt.param_groups for p in g["params"]]
+    for group in opt.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, float("nan"))
+    with pytest.warns(UserWarning, match="skipped"):
+        opt.step()
+    after = [p.detach() for g in opt.param_groups for p in g["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for group in opt.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn_like(param)
+    opt.param_groups[0]["params"][0].grad = None
+    opt.step()
+    after = [p.detach() for g in opt.param_groups for p in g["params"]]
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert moved == [False] + [True] * (len(moved) - 1)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(3, 48, 80), (1, 33, 50), (2, 64, 64)])
+def test_polar_factors_are_those_of_torch(form, shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    x[0] *= 1e20
+    results = {}
+    for kernels in ("triton", "torch"):
+        recipe = choose_recipe(
+            *shape[1:],
+            schedule=resolve_schedule("polar_express", 5),
+            orthogonalizer=Orthogonalizer(form=form, dtype="float16", kernels=kernels),
+            device=x.device,
+            dtype=torch.float32,
+            eps=1e-7,
+        )
+        before = x.clone()
+        results[kernels] = orthogonalize_stack(x, recipe).float()
+        assert torch.equal(x, before), "never written unless it may be consumed"
+    assert (results["triton"] - results["torch"]).norm() < 0.02 * results["torch"].norm()
+
+
+def test_zero_gives_zero():
+    recipe = choose_recipe(
+        32,
+        48,
+        schedule=resolve_schedule("polar_express", 5),
+        orthogonalizer=Orthogonalizer(dtype="float16", kernels="triton"),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        eps=1e-7,
+    )
+    assert not orthogonalize_stack(torch.zeros(2, 32, 48, dtype=torch.bfloat16), recipe).any()
+
+
+def test_a_wrong_kernel_is_refused_by_name():
+    self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
+    right = self_check.CHECKS["apply_update"]
+
+    def wrong(device, dtype):
+        got, expected = right(device, dtype)
+        return got * 1.01, expected
+
+    sabotaged = mock.patch.dict(self_check.CHECKS, {"apply_update": wrong})
+    with sabotaged, pytest.raises(RuntimeError, match=r"kernel apply_update.*off by"):
+        self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
+
+
+def test_the_choice_has_a_reason():
+    cpu = torch.device("cpu")
+    assert choose_kernels("auto", m=512, dtype=torch.float16, device=cpu).reason == "on a CPU"
+    assert choose_kernels("torch", m=512, dtype=torch.float16, device=cpu).reason == "asked for"
+    assert choose_kernels("triton", m=512, dtype=torch.float16, device=cpu).products == "triton"
