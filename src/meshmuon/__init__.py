@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshmuon.layout.matrix_view import MatrixView as View
     from meshmuon.layout.plain import Sharded, megatron_shards
     from meshmuon.muon import Muon
+    from meshmuon.planner import plan_for
     from meshmuon.polar.coefficients import polar_express
     from meshmuon.polar.orthogonalize import orthogonalize
     from meshmuon.routing import param_groups
@@ -43,6 +44,7 @@ __all__ = [
     "megatron_shards",
     "orthogonalize",
     "param_groups",
+    "plan_for",
     "polar_express",
     "scale_factor",
 ]
@@ -63,6 +65,7 @@ _HOMES = {
     "megatron_shards": "meshmuon.layout.plain:megatron_shards",
     "orthogonalize": "meshmuon.polar.orthogonalize:orthogonalize",
     "param_groups": "meshmuon.routing:param_groups",
+    "plan_for": "meshmuon.planner:plan_for",
     "polar_express": "meshmuon.polar.coefficients:polar_express",
     "scale_factor": "meshmuon.update.scale:scale_factor",
 }

@@ -1,0 +1,146 @@
+"""How long one device takes for the work of a step: a few constants, and how to fit them to measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshmuon.polar.gram import split_at
+from meshmuon.polar.orthogonalize import Recipe
+
+# Classes of products by the short side of the matrix: at least this. Larger ones keep more of the device busy.
+SHORT_SIDES = (4096, 2048, 1024, 0)
+
+# What the code does besides products. Change these together with the code, then fit again.
+_ENTRY_BYTES = 40  # by number of a matrix, from the buffer to the first product: cast, peak, scale, norm, divide, cast
+_ENTRY_CALLS = 12  # the same in calls
+_SMALL_CALLS = 2  # by quadratic polynomial of a Gram matrix: the copy in baddbmm, and its diagonal
+STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (research/gpu-baselines.md, its "floor")
+ADAMW_BYTES = 28  # the same for AdamW: gradient and parameter, two moments read and written
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a device is asked to do.
+
+    Attributes:
+        flops: Operations in products, by class of `SHORT_SIDES`.
+        bytes: Read and written by everything else.
+        calls: Kernels launched.
+    """
+
+    flops: tuple[float, ...] = (0.0,) * len(SHORT_SIDES)
+    bytes: float = 0.0
+    calls: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        flops = tuple(map(float.__add__, self.flops, other.flops))
+        return Work(flops, self.bytes + other.bytes, self.calls + other.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The constants of a device.
+
+    Attributes:
+        rates: Operations per second, as `Recipe.flops` counts them, by class of `SHORT_SIDES`.
+        bandwidth: Bytes per second read and written by element-wise work.
+        launch: Seconds that each kernel adds.
+    """
+
+    rates: tuple[float, ...]
+    bandwidth: float
+    launch: float
+
+    def seconds(self, work: Work) -> float:
+        """Predict how long work takes."""
+        return math.fsum(self._parts(work))
+
+    def _parts(self, work: Work) -> list[float]:
+        products = [flops / rate for flops, rate in zip(work.flops, self.rates, strict=True)]
+        return [*products, work.bytes / self.bandwidth, work.calls * self.launch]
+
+    def scaled(self, factors: Sequence[float]) -> Calibration:
+        """Make every part of a time longer by a factor: the classes of products, then bytes, then launches."""
+        *products, by_bytes, by_calls = factors
+        rates = tuple(rate / factor for rate, factor in zip(self.rates, products, strict=True))
+        return dataclasses.replace(
+            self, rates=rates, bandwidth=self.bandwidth / by_bytes, launch=self.launch * by_calls
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Work that was measured."""
+
+    work: Work
+    seconds: float
+
+
+def products(short_side: int, flops: float) -> Work:
+    """Put operations into their class.
+
+    Args:
+        short_side: Of the matrix they belong to.
+        flops: How many.
+
+    Returns:
+        The work.
+    """
+    place = next(i for i, least in enumerate(SHORT_SIDES) if short_side >= least)
+    return Work(tuple(flops if i == place else 0.0 for i in range(len(SHORT_SIDES))))
+
+
+def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
+    """Say what it takes to orthogonalize a batch.
+
+    Args:
+        recipe: How.
+        m: Short side.
+        n: Long side.
+        batch: How many matrices at once.
+
+    Returns:
+        The work.
+    """
+    if not batch:
+        return Work()
+    segments = split_at(recipe.schedule, recipe.restarts)
+    steps = len(recipe.schedule)
+    if recipe.form == "gram":
+        calls = sum(2 + 4 * len(segment) - 3 for segment in segments) + _SMALL_CALLS * steps
+    else:
+        calls = (3 + _SMALL_CALLS) * steps
+    passes = Work(bytes=float(_ENTRY_BYTES * batch * m * n), calls=float(calls + _ENTRY_CALLS))
+    return products(m, batch * recipe.flops(m, n)) + passes
+
+
+def fit(samples: Sequence[Sample], start: Calibration, *, trust: float = 0.03) -> Calibration:
+    """Find the constants that explain measurements best.
+
+    Relative errors are made small, and constants are kept near those they start from: with few samples, only what the
+    samples tell about is changed.
+
+    Args:
+        samples: What was measured.
+        start: Where to start: a data sheet, or an earlier fit.
+        trust: Weight of the start: a constant off by e costs as much as a sample off by e times its root.
+
+    Returns:
+        The fitted constants.
+    """
+    logs = torch.zeros(len(SHORT_SIDES) + 2, dtype=torch.float64)
+    prior = trust * torch.eye(len(logs), dtype=torch.float64)
+    for _ in range(50):
+        now = start.scaled(logs.exp().tolist())
+        parts = torch.tensor([now._parts(sample.work) for sample in samples], dtype=torch.float64)
+        predicted = parts.sum(dim=1)
+        measured = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
+        off = (predicted / measured).log()
+        slopes = parts / predicted.unsqueeze(1)  # d log(predicted) / d log(factor)
+        logs = logs - torch.linalg.solve(slopes.T @ slopes + prior, slopes.T @ off + trust * logs)
+    return start.scaled(logs.exp().tolist())
