@@ -295,6 +295,7 @@ class Execution:
         allow_no_muon: Whether an optimizer without any Muon parameter is accepted.
         grad_sync: Whether the optimizer averages gradients over ranks itself, and how.
         max_grad_norm: Bound on the norm of those averages.
+        cuda_graph: Whether the launches of a step are captured in a CUDA graph and replayed.
     """
 
     orthogonalizer: Orthogonalizer = Orthogonalizer()
@@ -307,6 +308,7 @@ class Execution:
     allow_no_muon: bool = False
     grad_sync: GradSync = "none"
     max_grad_norm: float | None = None
+    cuda_graph: bool = False
 
     @property
     def syncs(self) -> bool:
@@ -324,6 +326,10 @@ class Execution:
         check_word("share_replicas", self.share_replicas, get_args(Sharing))
         check_bool("allow_no_muon", self.allow_no_muon)
         check_word("grad_sync", self.grad_sync, get_args(GradSync))
+        check_bool("cuda_graph", self.cuda_graph)
+        if self.cuda_graph and (self.syncs or self.release_grads or self.non_finite == "raise"):
+            found = 'given with grad_sync, release_grads or non_finite="raise"'
+            raise ValueError(message("cuda_graph", found=found, do="A graph cannot decide on the host: leave one out"))
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, low=0.0, open_low=True)
             if not self.syncs:

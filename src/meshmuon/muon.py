@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,11 +33,13 @@ from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.preparation import Preparation, Ready
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime import pipeline
+from meshmuon.runtime.graphs import StepGraphs, fixed_settings
 from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.synced import SyncedStep
 from meshmuon.update.adamw import AdamWRule, update_adamw_
 from meshmuon.update.apply import ApplyRule
+from meshmuon.update.fused import BucketUpdates
 from meshmuon.update.momentum import MomentumRule
 
 logger = logging.getLogger("meshmuon")
@@ -87,6 +90,8 @@ class Muon(Optimizer):
             "never", or "auto", where it pays.
         max_in_flight: How many buckets may be between gather and scatter at a time.
         workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
+        cuda_graph: Whether the launches of a step are replayed as one CUDA graph, for small models, which are bound by
+            the host. The graph keeps its workspace. lr, weight decay and momentum stay live.
         allow_no_muon: Whether to accept a model in which nothing takes Muon.
         **unknown: Anything else is refused, with a suggestion.
     """
@@ -126,6 +131,7 @@ class Muon(Optimizer):
         share_replicas: Sharing = "auto",
         max_in_flight: int = 2,
         workspace_bytes: int = 2**30,
+        cuda_graph: bool = False,
         allow_no_muon: bool = False,
         **unknown: Any,
     ) -> None:
@@ -168,6 +174,7 @@ class Muon(Optimizer):
             allow_no_muon=allow_no_muon,
             grad_sync=grad_sync,
             max_grad_norm=max_grad_norm,
+            cuda_graph=cuda_graph,
         )
         self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
@@ -203,6 +210,8 @@ class Muon(Optimizer):
             )
             if verdict.go and ready.owned is not None:
                 self._take_synced_step(ready, ready.owned, verdict)
+            elif verdict.go and self._execution.cuda_graph:
+                self._take_graphed_step(ready, verdict.flag)
             elif verdict.go:
                 self._take_step(ready, verdict.flag)
         if self._execution.release_grads:
@@ -210,31 +219,44 @@ class Muon(Optimizer):
         return loss
 
     def _take_step(self, ready: Ready, proceed: Tensor | None) -> None:
+        run = self._execution
         for wave in ready.plan.waves:
-            journeys = (
-                pipeline.Journey(self._update(bucket, ready, proceed), bucket.bytes_in_flight) for bucket in wave
-            )
-            pipeline.run(
-                journeys,
-                max_in_flight=self._execution.max_in_flight,
-                workspace_bytes=self._execution.workspace_bytes,
-            )
-        self._update_elementwise(ready.plan, proceed)
+            journeys = [pipeline.Journey(self._update(b, ready, proceed), b.bytes_in_flight) for b in wave]
+            pipeline.run(journeys, max_in_flight=run.max_in_flight, workspace_bytes=run.workspace_bytes)
+        self._update_elementwise(ready, proceed)
+
+    def _take_graphed_step(self, ready: Ready, flag: Tensor | None) -> None:
+        """The same through a CUDA graph, which is captured once the same addresses have come back."""
+
+        def prepare(updates: BucketUpdates, *, tables: bool) -> None:
+            updates.refresh(self.param_groups, ready.plan)
+            for bucket in ready.plan.buckets if tables else ():
+                matrices = self._tensors.matrices(bucket, places=ready.exchange.places(bucket))
+                updates.prepare(bucket, matrices, ApplyRule.of(self.param_groups[bucket.group], proceed=flag))
+
+        self._graphs.run(
+            (
+                id(ready),
+                self._unscale() is None,
+                self._tensors.addresses(ready.plan),
+                fixed_settings(self.param_groups),
+            ),
+            flag=flag,
+            eager=lambda proceed: self._take_step(ready, proceed),
+            prepare=prepare,
+            launch=lambda updates, proceed: self._take_step(dataclasses.replace(ready, updates=updates), proceed),
+        )
 
     def _take_synced_step(self, ready: Ready, owned: OwnedState, verdict: Verdict) -> None:
         """The same under `grad_sync`: gradients become averages on their way to the owners."""
         owned.catch_up(ready.contributions.together)
-        if verdict.present is None:
-            present = [self._tensors.has_gradient(record) for record in ready.plan.parameters]
-        else:
-            present = verdict.present.bool().tolist()  # on a GPU this waits: what is skipped is decided here
         SyncedStep(
             plan=ready.plan,
             param_groups=self.param_groups,
             exchange=ready.exchange,
             contributions=ready.contributions,
             owned=owned,
-            present={(p.group, p.position): here for p, here in zip(ready.plan.parameters, present, strict=True)},
+            present=self._tensors.presence(ready.plan, verdict.present),
             unscale=self._unscale(),
             proceed=verdict.flag,
         ).take()
@@ -265,11 +287,13 @@ class Muon(Optimizer):
             yield
         updates.apply(bucket, matrices, scattered.wait(), after)
 
-    def _update_elementwise(self, plan: Plan, proceed: Tensor | None) -> None:
+    def _update_elementwise(self, ready: Ready, proceed: Tensor | None) -> None:
         """AdamW for everything that is not a hidden matrix."""
-        for (index, decays), tensors in self._tensors.elementwise(plan).items():
-            group = self.param_groups[index]
-            update_adamw_(tensors, AdamWRule.of(group, decays=decays, unscale=self._unscale(), proceed=proceed))
+        for (index, decays), tensors in self._tensors.elementwise(ready.plan).items():
+            rule = AdamWRule.of(self.param_groups[index], decays=decays, unscale=self._unscale(), proceed=proceed)
+            if self._execution.cuda_graph:
+                rule = dataclasses.replace(rule, lr=ready.updates.adamw_lr(index, tensors[0].param.device, rule.lr))
+            update_adamw_(tensors, rule)
 
     def _unscale(self) -> Tensor | None:
         """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
@@ -291,6 +315,7 @@ class Muon(Optimizer):
     def _start(self, homes: Homes) -> None:
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
+        self._graphs = StepGraphs()
         self._preparation = Preparation(self._execution, self._reasons, homes, self._layouts)
         self._ready()
 
@@ -323,13 +348,8 @@ class Muon(Optimizer):
         """
         ready = self._ready()
         ready.peers.refuse_if_broken()
-        if ready.owned is None:
+        with ready.whole_state_in(self.state):
             return super().state_dict()
-        try:
-            self.state.update(ready.whole_state())
-            return super().state_dict()
-        finally:
-            self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; refused as a whole, by name, if it does not fit.

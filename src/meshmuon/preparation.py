@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshmuon.layout.plain import PlainLayouts
 from meshmuon.plan.bucket import Plan, PolarSettings, build_plan
 from meshmuon.plan.describe import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.snapshot import Snapshot
 from meshmuon.update.fused import BucketUpdates
@@ -49,12 +51,22 @@ class Ready:
     updates: BucketUpdates
     owned: OwnedState | None = None
 
-    def whole_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Put together the state that ranks own. Every rank must ask; nothing where each has its own."""
+    @contextmanager
+    def whole_state_in(self, state: State) -> Iterator[None]:
+        """Put the state that ranks own together for a while. Every rank must ask; nothing to do where each has its own.
+
+        Args:
+            state: The optimizer's state; filled, and emptied again.
+        """
         if self.owned is None:
-            return {}
+            yield
+            return
         self.owned.catch_up(self.contributions.together)
-        return self.owned.whole(self.contributions.together)
+        state.update(self.owned.whole(self.contributions.together))
+        try:
+            yield
+        finally:
+            state.clear()
 
 
 class Preparation:
@@ -93,6 +105,8 @@ class Preparation:
                 group["params"] = [new if param is old else param for param in group["params"]]
         if self._ready is None or not self._snapshot.holds_for(param_groups):
             plan = self._plan(param_groups)
+            if self._execution.cuda_graph:
+                refuse_ungraphable(plan)
             self._ready = self._connected(plan, param_groups, before=self._ready)
             if self._ready.owned is None:
                 complete_state_(state, param_groups)

@@ -148,3 +148,74 @@ def test_bf16_and_tensor_lr():
         opt.step()
         scheduler.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+# ---------------------------------------------------------------- CUDA graphs
+
+
+def _model_params(seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    shapes = {"a": (512, 768), "b": (512, 768), "tall": (768, 512), "norm": (768,), "embed": (300, 64)}
+    return {n: torch.randn(s, generator=generator, device="cuda").requires_grad_() for n, s in shapes.items()}
+
+
+def _graph_optimizer(params, **settings):
+    muon = [(n, params[n]) for n in ("a", "b", "tall")]
+    rest = [(n, params[n]) for n in ("norm", "embed")]
+    groups = [{"params": muon, "algorithm": "muon"}, {"params": rest, "algorithm": "adamw"}]
+    return Muon(groups, lr=0.02, **settings)
+
+
+def _give(params, step):
+    generator = torch.Generator(device="cuda").manual_seed(step)
+    for param in params.values():
+        grad = torch.randn(param.shape, generator=generator, device="cuda")
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.copy_(grad)
+
+
+def test_cuda_graph_replay_with_changing_numbers_equals_eager_steps():
+    results = []
+    for settings in ({}, {"cuda_graph": True}):
+        params = _model_params()
+        opt = _graph_optimizer(params, **settings)
+        for step in range(12):
+            for group in opt.param_groups:
+                group["lr"] = 0.02 * (1 + step) / 12
+            opt.param_groups[0].update(momentum=0.9 + 0.005 * step, weight_decay=0.1 + 0.01 * step)
+            _give(params, step)
+            if step == 9:
+                params["b"].grad[3, 5] = float("nan")  # decided on the device: the graph must not write
+            opt.step()
+        results.append((params, opt))
+    (eager, _), (graphed, opt) = results
+    assert len(opt._graphs._captured) >= 1, "a graph was captured and replayed"
+    for name in ("a", "b", "tall"):
+        assert torch.equal(eager[name], graphed[name]), name
+    for name in ("norm", "embed"):  # AdamW reads its lr in fp32 from the device there
+        torch.testing.assert_close(eager[name], graphed[name], rtol=1e-5, atol=1e-6)
+
+
+def test_cuda_graph_follows_gradients_to_new_addresses():
+    params, other = _model_params(), _model_params()
+    opt, eager = _graph_optimizer(params, cuda_graph=True), _graph_optimizer(other)
+    kept = []
+    for step in range(10):
+        for tensors in (params, other):
+            for param in tensors.values():
+                kept.append(param.grad)
+                param.grad = None
+            _give(tensors, step)
+        opt.step()
+        eager.step()
+    for name in ("a", "b", "tall"):
+        assert torch.equal(other[name], params[name]), name
+
+
+def test_cuda_graph_refuses_what_it_cannot_hold():
+    with pytest.raises(ValueError, match="cuda_graph"):
+        Muon([torch.randn(8, 8, requires_grad=True)], cuda_graph=True)
+    with pytest.raises(ValueError, match="cuda_graph"):
+        _graph_optimizer(_model_params(), cuda_graph=True, release_grads=True)

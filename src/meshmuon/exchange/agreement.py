@@ -237,15 +237,21 @@ def _unusable(watched: Sequence[Watched], device: torch.device, unscale: Tensor 
     for i, item in enumerate(watched):
         if item.grad is not None and item.grad.numel():
             alike.setdefault((item.grad.device, item.grad.dtype, item.largest), []).append(i)
-    flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(watched)
+    found = torch.zeros(len(watched), dtype=torch.bool, device=device)
     for (_, _, largest), indices in alike.items():
         peaks = torch._foreach_norm([watched[i].grad.detach() for i in indices], float("inf"))  # type: ignore[union-attr]
         peak = torch.stack(peaks).to(torch.promote_types(peaks[0].dtype, torch.float32))
         peak = peak if unscale is None else peak * unscale.to(peak.device, peak.dtype)
         unusable = (~(peak <= largest)).to(device, non_blocking=True)
-        for i, flag in zip(indices, unusable.unbind(), strict=True):
-            flags[i] = flag
-    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
+        if len(indices) == len(watched):
+            return unusable
+        found[_on(device, indices)] = unusable
+    return found
+
+
+def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Bring whole numbers to a device without waiting for it."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor, settings: Sequence[int]) -> Tensor:

@@ -99,7 +99,7 @@ def architecture_of(device: torch.device) -> Architecture:
     Returns:
         Its row in the table; "other" for what is unknown, the interpreter included.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # plans are made for GPUs that are elsewhere, too
         return "other"
     if torch.version.hip is not None:
         return "rocm"

@@ -49,6 +49,19 @@ class Slot:
     turned: bool
     scale: float = 1.0
 
+    def with_gradient(self, grad: Tensor | None) -> Slot:
+        """Give the same slot with the gradient of another step."""
+        return Slot(
+            param=self.param,
+            buffer=self.buffer,
+            grad=grad,
+            input_offset=self.input_offset,
+            direction_offset=self.direction_offset,
+            padded=self.padded,
+            turned=self.turned,
+            scale=self.scale,
+        )
+
 
 class TensorTable:
     """The table of one launch: slots whose tensors share dtypes and alignment. Make it with `build_tables`.

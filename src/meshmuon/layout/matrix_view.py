@@ -83,8 +83,9 @@ class Block:
         lead = tensor.ndim - 2 if view.experts else 0
         if view.transposed:
             tensor = tensor.transpose(lead, lead + 1)
-        tensor = tensor.narrow(lead, self.rows[0], self.rows[1] - self.rows[0])
-        if not view.flatten:
+        if self.rows != (0, tensor.shape[lead]):  # every call counts: a step asks for each tensor of a model
+            tensor = tensor.narrow(lead, self.rows[0], self.rows[1] - self.rows[0])
+        if not view.flatten and self.cols != (0, tensor.shape[lead + 1]):
             tensor = tensor.narrow(lead + 1, self.cols[0], self.cols[1] - self.cols[0])
         if view.heads is not None and view.heads_on == "rows":
             tensor = tensor.unflatten(lead, (view.heads, -1))

@@ -188,10 +188,11 @@ def build_plan(
     ]
     kinds = _Kinds()
     recipes = {kinds.of(one): _recipe(one, polar=polar, execution=execution) for one, *_ in _alike(matrices, kinds)}
+    shared = any(matrix.share is not None for matrix in matrices)
     local = [
         bucket
         for alike in _alike((m for m in matrices if m.share is None), kinds)
-        for bucket in _local_buckets(alike, recipes[kinds.of(alike[0])], execution)
+        for bucket in _local_buckets(alike, recipes[kinds.of(alike[0])], execution, beside_others=shared)
     ]
     owned = [_owned_buckets(team, recipes, execution, kinds) for team in _teams(matrices, kinds)]
     budget = execution.workspace_bytes // execution.max_in_flight
@@ -301,12 +302,12 @@ def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Ex
     )
 
 
-def _at_once(matrix: Matrix, recipe: Recipe, execution: Execution) -> int:
+def _at_once(matrix: Matrix, recipe: Recipe, execution: Execution, *, in_flight: int) -> int:
     """How many matrices one rank may orthogonalize together within the workspace; a larger single one stands alone."""
     device = matrix.parameter.device
     if execution.layout_invariant and device.type != "cpu":
         return 1  # GPU libraries choose kernels by batch size: the same bits in every batch means no batch
-    budget = execution.workspace_bytes // execution.max_in_flight
+    budget = execution.workspace_bytes // in_flight
     return max(1, budget // workspace_bytes(matrix, recipe))
 
 
@@ -325,9 +326,12 @@ def workspace_bytes(matrix: Matrix, recipe: Recipe) -> int:
     return recipe.workspace_bytes(*matrix.wide_shape) + on_the_way
 
 
-def _local_buckets(matrices: Sequence[Matrix], recipe: Recipe, execution: Execution) -> list[Bucket]:
+def _local_buckets(
+    matrices: Sequence[Matrix], recipe: Recipe, execution: Execution, *, beside_others: bool
+) -> list[Bucket]:
+    """A local bucket never waits: without others under way it may take the whole workspace."""
     first = matrices[0]
-    limit = _at_once(first, recipe, execution)
+    limit = _at_once(first, recipe, execution, in_flight=execution.max_in_flight if beside_others else 1)
     limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
     filled: list[list[Matrix]] = []
     room = 0
@@ -356,7 +360,7 @@ def _owned_buckets(
     buckets = []
     for alike in by_kind:
         recipe = recipes[kinds.of(alike[0])]
-        limit = _at_once(alike[0], recipe, execution)
+        limit = _at_once(alike[0], recipe, execution, in_flight=execution.max_in_flight)
         rounds: dict[int, list[Matrix]] = {}
         taken = [0] * len(team)
         for matrix in alike:

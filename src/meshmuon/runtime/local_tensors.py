@@ -36,16 +36,38 @@ class LocalTensors:
         tensor: Tensor = self._param_groups[record.group]["params"][record.position]
         return tensor
 
-    def has_gradient(self, record: ParameterRecord) -> bool:
-        """Tell whether a parameter has a gradient on this rank.
+    def addresses(self, plan: Plan) -> tuple[int, ...]:
+        """Give where all tensors of a step lie: what a captured CUDA graph depends on.
 
         Args:
-            record: The parameter.
+            plan: The plan.
 
         Returns:
-            True if it has.
+            Addresses; 0 for a gradient that is not there.
         """
-        return self._parameter(record).grad is not None
+        found: list[int] = []
+        for record in plan.parameters:
+            param = self._parameter(record)
+            found.append(param.data_ptr())
+            found.append(0 if param.grad is None else local(param.grad).data_ptr())
+            found.extend(value.data_ptr() for value in self._state[param].values())
+        return tuple(found)
+
+    def presence(self, plan: Plan, agreed: Tensor | None) -> dict[tuple[int, int], bool]:
+        """Tell which parameters have a gradient on any rank.
+
+        Args:
+            plan: The plan.
+            agreed: What ranks have agreed on, in the order of the plan; None: this one is alone. On a GPU this waits.
+
+        Returns:
+            (group, position) → whether it has.
+        """
+        if agreed is None:
+            here = [self._parameter(record).grad is not None for record in plan.parameters]
+        else:
+            here = agreed.bool().tolist()
+        return {(record.group, record.position): has for record, has in zip(plan.parameters, here, strict=True)}
 
     def present(self, bucket: Bucket) -> Bucket:
         """Leave out the matrices without a gradient, where no other rank counts on them.

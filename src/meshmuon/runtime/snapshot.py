@@ -16,7 +16,7 @@ from meshmuon.layout.mesh import placements
 _PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route", "mode")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """A tensor as it was. Held by reference: its id alone may be given to another tensor once it is gone."""
 
@@ -31,12 +31,13 @@ class _Seen:
         return cls(tensor, tensor.shape, tensor.dtype, tensor.device, placements(tensor))
 
     def is_same(self, tensor: Tensor) -> bool:
-        return tensor is self.tensor and _Seen.of(tensor) == self
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, _Seen)
-        mine = (self.shape, self.dtype, self.device, self.placements)
-        return mine == (other.shape, other.dtype, other.device, other.placements)
+        return (
+            tensor is self.tensor
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.device == self.device
+            and placements(tensor) == self.placements
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ views that are no stack of strided matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from meshmuon.kernels import elementwise
 from meshmuon.kernels.self_check import check_kernels
 from meshmuon.kernels.tables import Slot, TensorTable, build_tables, count_partials
-from meshmuon.plan.bucket import Bucket
+from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
 from meshmuon.update.apply import ApplyRule, apply_update_
 from meshmuon.update.momentum import MomentumRule, update_momentum_
@@ -39,7 +40,54 @@ class BucketUpdates:
     def __init__(self) -> None:
         self._launches: dict[int, list[_Launch]] = {}
         self._scales: dict[int, tuple[object, float]] = {}
+        self._slots: dict[int, list[Slot]] = {}
         self._numbers: dict[tuple[str, int, torch.device], tuple[tuple[float, ...], Tensor]] = {}
+
+    def prepare(self, bucket: Bucket, matrices: Sequence[MatrixTensors], after: ApplyRule) -> None:
+        """Make the tables of a bucket without launching anything that a CUDA graph would repeat.
+
+        Args:
+            bucket: The bucket.
+            matrices: What this rank holds of its matrices.
+            after: The rule that `apply` will follow.
+        """
+        slots = self._slots_of(bucket, matrices, after)
+        assert slots is not None or not bucket.recipe.fused
+        if slots is not None:
+            self._current(bucket.number, slots, scales=_scales(after))
+
+    def refresh(self, param_groups: Sequence[Mapping[str, Any]], plan: Plan) -> None:
+        """Rewrite the live numbers of all groups.
+
+        Args:
+            param_groups: The optimizer's groups.
+            plan: The plan: which groups work where.
+        """
+        for group, device in {(bucket.group, bucket.device) for bucket in plan.buckets}:
+            values = param_groups[group]
+            before = MomentumRule.of(values, unscale=None, proceed=None)
+            self.live("momentum", group, device, elementwise.momentum_numbers(before.momentum, l2=before.l2))
+            self.live("decay", group, device, (values["weight_decay"],))
+            if not _is_on(values["lr"], device):
+                self.live("lr", group, device, (float(values["lr"]),))
+        for group, device in {(record.group, record.device) for record in plan.elementwise}:
+            values = param_groups[group]
+            self.adamw_lr(group, device, values["lr"] * values["adamw_lr_ratio"])
+
+    def adamw_lr(self, group: int, device: torch.device, lr: float | Tensor) -> Tensor:
+        """Give AdamW's learning rate as a number in device memory.
+
+        Args:
+            group: Whose.
+            device: Where.
+            lr: What it is now.
+
+        Returns:
+            One number.
+        """
+        if isinstance(lr, Tensor) and _is_on(lr, device):
+            return lr
+        return self.live("adamw lr", group, device, (float(lr),))[0]
 
     def momentum(
         self, bucket: Bucket, matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule, after: ApplyRule
@@ -56,21 +104,23 @@ class BucketUpdates:
         Returns:
             Partial sums of squares of the inputs, where they come for free.
         """
-        slots = _slots(matrices, after) if bucket.recipe.fused else None
+        slots = self._slots_of(bucket, matrices, after) if bucket.recipe.fused else None
         if slots is None:
             self._launches.pop(bucket.number, None)
             update_momentum_(matrices, inputs, rule)
             return None
         check_kernels(bucket.device, bucket.recipe.dtype)
-        launches = self._current(bucket.number, slots, scales=(after.adjust_lr_fn, after.extra_scale_factor))
+        launches = self._current(bucket.number, slots, scales=_scales(after))
         whole = bucket.route is Route.LOCAL and len(launches) == 1
         count = sum(item.matrix.count for item in matrices)
         partials = inputs.new_empty(count_partials(count, bucket.wide_shape), dtype=torch.float64) if whole else None
+        values = elementwise.momentum_numbers(rule.momentum, l2=rule.l2)
+        numbers = self.live("momentum", bucket.group, bucket.device, values)
         for launch in launches:
             elementwise.update_momentum(
                 launch.table,
                 inputs,
-                numbers=self._live("momentum", bucket, elementwise.momentum_numbers(rule.momentum, l2=rule.l2)),
+                numbers=numbers,
                 nesterov=rule.nesterov,
                 l2=bool(rule.l2),
                 unscale=None if rule.unscale is None else rule.unscale.to(bucket.device, torch.float32),
@@ -92,19 +142,31 @@ class BucketUpdates:
         if launches is None:
             apply_update_(matrices, directions, rule)
             return
-        if isinstance(rule.lr, Tensor):
-            lr = rule.lr.to(bucket.device, torch.float32)
+        if isinstance(rule.lr, Tensor) and _is_on(rule.lr, bucket.device):
+            lr = rule.lr.to(torch.float32)
         else:
-            lr = self._live("lr", bucket, (rule.lr,))
+            lr = self.live("lr", bucket.group, bucket.device, (float(rule.lr),))
         for launch in launches:
             elementwise.apply_update(
                 launch.table,
                 directions,
                 lr=lr,
-                weight_decay=self._live("decay", bucket, (rule.weight_decay,)),
+                weight_decay=self.live("decay", bucket.group, bucket.device, (rule.weight_decay,)),
                 mode=rule.weight_decay_mode,
                 proceed=rule.proceed,
             )
+
+    def _slots_of(self, bucket: Bucket, matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | None:
+        """The matrices as kernels see them. Only gradients are new from step to step; None: nothing for kernels."""
+        known = self._slots.get(bucket.number, [])
+        same = len(known) == len(matrices) and self._scales.get(bucket.number) == _scales(after)
+        if same and all(slot.param is item.param and slot.buffer is item.buffer for slot, item in zip(known, matrices)):
+            grads = [None if item.grad is None else _stack(item.grad, item) for item in matrices]
+            return [slot.with_gradient(grad) for slot, grad in zip(known, grads)]
+        slots = _slots(matrices, after)
+        if slots is not None:
+            self._slots[bucket.number] = slots
+        return slots
 
     def _current(self, number: int, slots: Sequence[Slot], *, scales: tuple[object, float]) -> list[_Launch]:
         launches = self._launches.get(number, [])
@@ -122,20 +184,37 @@ class BucketUpdates:
         self._launches[number], self._scales[number] = launches, scales
         return launches
 
-    def _live(self, name: str, bucket: Bucket, values: tuple[float, ...]) -> Tensor:
-        """Numbers of a group in device memory, rewritten in the order of the stream when they change.
+    def live(self, name: str, group: int, device: torch.device, values: tuple[float, ...]) -> Tensor:
+        """Keep numbers of a group in device memory, rewritten in the order of the stream when they change.
 
         Always the same memory: a captured CUDA graph reads what is there when it is replayed.
+
+        Args:
+            name: What they are.
+            group: Whose.
+            device: Where.
+            values: What they are now.
+
+        Returns:
+            fp32, one number each.
         """
-        key = (name, bucket.group, bucket.device)
+        key = (name, group, device)
         before, tensor = self._numbers.get(key, (None, None))
         if tensor is None:
-            tensor = torch.empty(len(values), device=bucket.device)
+            tensor = torch.empty(len(values), device=device)
         if before != values:
             for place, value in zip(tensor.unbind(), values, strict=True):
                 place.fill_(value)
             self._numbers[key] = (values, tensor)
         return tensor
+
+
+def _is_on(lr: float | Tensor, device: torch.device) -> bool:
+    return isinstance(lr, Tensor) and lr.device == device
+
+
+def _scales(after: ApplyRule) -> tuple[object, float]:
+    return (after.adjust_lr_fn, after.extra_scale_factor)
 
 
 def _slots(matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +93,14 @@ def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:
     Returns:
         The bound; whatever is finite passes for AdamW.
     """
+    return _largest(param.dtype, math_dtype(param), None if buffer is None else buffer.dtype)
+
+
+@functools.cache
+def _largest(param: torch.dtype, arithmetic: torch.dtype, buffer: torch.dtype | None) -> float:
     if buffer is None:
-        return torch.finfo(param.dtype).max
-    return min(torch.finfo(math_dtype(param)).max / 2, torch.finfo(buffer.dtype).max)
+        return torch.finfo(param).max
+    return min(torch.finfo(arithmetic).max / 2, torch.finfo(buffer).max)
 
 
 def read_gradient(grad: Tensor, *, dtype: torch.dtype, unscale: Tensor | None) -> Tensor:

@@ -282,7 +282,7 @@ def test_local_buckets_fit_the_workspace_too(shape, view):
     seen = [m.block.select(full).flatten() for bucket in plan.buckets for m in bucket.matrices]
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(math.prod(shape))), "every number once"
     for bucket in plan.buckets:
-        assert plan.computed_here(bucket) * each * 2 <= 8 * each
+        assert plan.computed_here(bucket) * each <= 8 * each, "a local bucket is alone: it may take all of it"
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -297,8 +297,9 @@ def test_as_many_buckets_as_may_be_in_flight_fit_the_workspace_together(max_in_f
     each = plan_for(make, 0, 2, workspace_bytes=1).buckets[0].bytes
     plan = plan_for(make, 0, 2, workspace_bytes=12 * each, max_in_flight=max_in_flight)
     most = [max(bucket.computed_by(member) for member in (range(2) if sharded else [None])) for bucket in plan.buckets]
-    assert max(most) == 12 // max_in_flight, "a share of the workspace for each, and all of that share is used"
-    together = plan.buckets[:max_in_flight]
+    share = max_in_flight if sharded else 1  # local buckets never wait, so no two of them are under way
+    assert max(most) == 12 // share, "a share of the workspace for each, and all of that share is used"
+    together = plan.buckets[:share]
     assert sum(bucket.bytes for bucket in together) <= 12 * each
 
 
