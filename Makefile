@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help train test test-slow lint format bench numerics setup clean
+.PHONY: help train test test-slow lint format bench numerics planning setup clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -31,6 +31,9 @@ bench: $(READY)  ## step time beside torch.optim.Muon and fused AdamW
 
 numerics: $(READY) ## distance to the exact polar factor, written to docs/numerics.md
 	$(BIN)/python -m benchmarks.numerics $(ARGS)
+
+planning: $(READY) ## predicted steps of large jobs by route, written to docs/planning.md
+	$(BIN)/python -m benchmarks.planning $(ARGS)
 
 setup: $(READY)  ## make .venv and install everything
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from meshmuon.config import Execution
 from meshmuon.errors import message
+from meshmuon.kernels.availability import has_triton
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.plan.bucket import PolarSettings
 from meshmuon.plan.hardware import Hardware, known_hardware
@@ -20,8 +22,9 @@ from meshmuon.plan.placement import Mesh, Rule
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.routing import Overrides, route_params
 
-# Planning must not ask what this machine has: a device that is not a CPU, and not here.
-_SOME_GPU = torch.device("meta")
+# What recipes are chosen for must not depend on the GPU of the machine that plans: "meta" is not a CPU, and has no
+# kernels of ours; kernels that are asked for by name are taken without a look at the GPU.
+_WITHOUT_OUR_KERNELS, _WITH_OUR_KERNELS = torch.device("meta"), torch.device("cuda")
 
 
 def plan_for(
@@ -37,7 +40,7 @@ def plan_for(
     dtype: torch.dtype = torch.float32,
     overrides: Overrides = None,
     expert_keys: Sequence[str] = ("experts",),
-    device: torch.device = _SOME_GPU,
+    device: torch.device | None = None,
 ) -> Forecast:
     """Predict what an optimizer step costs on a job of any size. Nothing is started, sent or allocated.
 
@@ -59,8 +62,8 @@ def plan_for(
         dtype: Of parameters that are given as shapes.
         overrides: As in `Muon`.
         expert_keys: As in `Muon`.
-        device: What recipes are chosen for. The default is a GPU without kernels of ours; on the target itself,
-            torch.device("cuda") makes the very plan of `Muon`.
+        device: What recipes are chosen for; None: the hardware named, with kernels of ours where `Muon` would take
+            them, if Triton is installed here.
 
     Returns:
         The forecast; print it.
@@ -72,6 +75,8 @@ def plan_for(
     machine = known_hardware(hardware, network)
     polar = PolarSettings(resolve_schedule(ns_coefficients, ns_steps), 1e-7)
     routed = route_params(_parameters(model, dtype), expert_keys=expert_keys, overrides=_views(model, overrides))
+    if device is None:
+        execution, device = _target(machine, execution)
     job = Job(Mesh.of(mesh, placements), routed.groups, execution=execution, polar=polar, device=device)
     routes = job.routes(machine)
     muon, adamw = job.local_bytes("muon"), job.local_bytes("adamw")
@@ -84,9 +89,20 @@ def plan_for(
         matrices=job.matrices,
         parameter_bytes=muon + adamw,
         state_bytes=muon + 2 * adamw,
+        recipes=job.recipes,
         chosen=routes[0].route,
         routes=tuple(routes),
     )
+
+
+def _target(machine: Hardware, execution: Execution) -> tuple[Execution, torch.device]:
+    """Choose products as `Muon` would on the target; those of our kernels are then asked for by name."""
+    polar = execution.orthogonalizer
+    possible = machine.our_kernels and has_triton() and polar.dtype in ("auto", "float16", "bfloat16")
+    if polar.kernels == "triton" or (polar.kernels == "auto" and possible):
+        ours = dataclasses.replace(polar, kernels="triton")
+        return dataclasses.replace(execution, orthogonalizer=ours), _WITH_OUR_KERNELS
+    return execution, _WITHOUT_OUR_KERNELS
 
 
 def _parameters(model: Any, dtype: torch.dtype) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -33,9 +35,18 @@ def layout_of(name: str, tensor: Tensor) -> ShardLayout | None:
         cut = _cut(name, axis, mesh.size(axis), placement)
         if cut is not None:
             cuts[placement.dim % tensor.ndim].append(cut)  # type: ignore[attr-defined]
-    ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
     mesh_shape = tuple(mesh.size(axis) for axis in range(mesh.ndim))
-    return ShardLayout(tuple(tensor.shape), mesh_shape, ranks, tuple(map(tuple, cuts)))
+    return ShardLayout(tuple(tensor.shape), mesh_shape, _ranks_on(mesh), tuple(map(tuple, cuts)))
+
+
+# A model has few meshes and many parameters: to list thousands of ranks for each took most of the time of planning.
+_RANKS: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def _ranks_on(mesh: DeviceMesh) -> tuple[int, ...]:
+    if mesh not in _RANKS:
+        _RANKS[mesh] = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    return _RANKS[mesh]
 
 
 def _cut(name: str, axis: int, parts: int, placement: Any) -> Cut | None:

@@ -15,10 +15,16 @@ from meshmuon.polar.orthogonalize import Recipe
 # Classes of products by the short side of the matrix: at least this. Larger ones keep more of the device busy.
 SHORT_SIDES = (4096, 2048, 1024, 0)
 
+# Of our symmetric products: operations per second, counting one triangle, against those of cuBLAS on the whole product
+# (research/gpu-baselines.md, "A first probe", TMA, at 4096, 2048, 1408 and 768).
+_SYMMETRIC_RATE = (0.86, 0.80, 0.76, 0.56)
+
 # What the code does besides products. Change these together with the code, then fit again.
 _ENTRY_BYTES = 40  # by number of a matrix, from the buffer to the first product: cast, peak, scale, norm, divide, cast
 _ENTRY_CALLS = 12  # the same in calls
-_SMALL_CALLS = 2  # by quadratic polynomial of a Gram matrix: the copy in baddbmm, and its diagonal
+_FUSED_ENTRY_BYTES = 6  # where kernels of ours do it: one pass to read and write, the norm came with the momentum
+_FUSED_ENTRY_CALLS = 2
+_SMALL_CALLS = 2  # by quadratic polynomial of a Gram matrix: the copy in baddbmm, and its diagonal; none in our kernels
 STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (research/gpu-baselines.md, its "floor")
 ADAMW_BYTES = 28  # the same for AdamW: gradient and parameter, two moments read and written
 
@@ -28,7 +34,7 @@ class Work:
     """What a device is asked to do.
 
     Attributes:
-        flops: Operations in products, by class of `SHORT_SIDES`.
+        flops: Operations in products, by class of `SHORT_SIDES`; symmetric ones by the time they take.
         bytes: Read and written by everything else.
         calls: Kernels launched.
     """
@@ -47,7 +53,7 @@ class Calibration:
     """The constants of a device.
 
     Attributes:
-        rates: Operations per second, as `Recipe.flops` counts them, by class of `SHORT_SIDES`.
+        rates: Operations per second in dense products, by class of `SHORT_SIDES`.
         bandwidth: Bytes per second read and written by element-wise work.
         launch: Seconds that each kernel adds.
     """
@@ -81,18 +87,32 @@ class Sample:
     seconds: float
 
 
-def products(short_side: int, flops: float) -> Work:
+def products(short_side: int, *, dense: float, symmetric: float = 0.0) -> Work:
     """Put operations into their class.
 
     Args:
         short_side: Of the matrix they belong to.
-        flops: How many.
+        dense: How many in whole products.
+        symmetric: How many in our symmetric ones, counting one triangle.
 
     Returns:
         The work.
     """
     place = next(i for i, least in enumerate(SHORT_SIDES) if short_side >= least)
-    return Work(tuple(flops if i == place else 0.0 for i in range(len(SHORT_SIDES))))
+    total = dense + symmetric / _SYMMETRIC_RATE[place]
+    return Work(tuple(total if i == place else 0.0 for i in range(len(SHORT_SIDES))))
+
+
+def entry_bytes(recipe: Recipe) -> int:
+    """Give the bytes read and written, by number of a matrix, before the first product.
+
+    Args:
+        recipe: How polar factors are computed.
+
+    Returns:
+        Bytes.
+    """
+    return _FUSED_ENTRY_BYTES if recipe.fused else _ENTRY_BYTES
 
 
 def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
@@ -109,14 +129,16 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
     """
     if not batch:
         return Work()
-    segments = split_at(recipe.schedule, recipe.restarts)
-    steps = len(recipe.schedule)
-    if recipe.form == "gram":
-        calls = sum(2 + 4 * len(segment) - 3 for segment in segments) + _SMALL_CALLS * steps
-    else:
-        calls = (3 + _SMALL_CALLS) * steps
-    passes = Work(bytes=float(_ENTRY_BYTES * batch * m * n), calls=float(calls + _ENTRY_CALLS))
-    return products(m, batch * recipe.flops(m, n)) + passes
+    ours = recipe.kernels.products == "triton"
+    segments, steps = split_at(recipe.schedule, recipe.restarts), len(recipe.schedule)
+    applied = len(segments) if recipe.form == "gram" else steps
+    small = sum(4 * len(segment) - 3 for segment in segments) if recipe.form == "gram" else steps
+    total = recipe.flops(m, n)
+    dense = min(total, 2.0 * m * m * n * applied) if ours else total
+    calls = 2 * applied + small + (0 if ours else _SMALL_CALLS * steps)
+    calls += _FUSED_ENTRY_CALLS if recipe.fused else _ENTRY_CALLS
+    passes = Work(bytes=float(entry_bytes(recipe) * batch * m * n), calls=float(calls))
+    return products(m, dense=batch * dense, symmetric=batch * (total - dense)) + passes
 
 
 def fit(samples: Sequence[Sample], start: Calibration, *, trust: float = 0.03) -> Calibration:

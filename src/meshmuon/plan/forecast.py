@@ -10,15 +10,20 @@ from dataclasses import dataclass
 
 from meshmuon.layout.records import Matrix
 from meshmuon.plan.bucket import Bucket, Plan
-from meshmuon.plan.calibration import Work, polar_work, products
+from meshmuon.plan.calibration import Work, entry_bytes, polar_work, products
 from meshmuon.plan.hardware import Hardware
 from meshmuon.plan.route import Route
 from meshmuon.plan.timing import Team, all_to_all, host_seconds, ring
 from meshmuon.plan.traffic import Pieces, traffic_of
 from meshmuon.polar.gram import choose_restarts, split_at
 
-# Element-wise calls that momentum and update make for each matrix of which a rank holds anything.
-_CALLS_BY_MATRIX = 8
+# Element-wise calls that momentum and update make for each matrix of which a rank holds anything; in kernels of ours,
+# for each bucket.
+_CALLS = 8
+
+
+def _elementwise_calls(bucket: Bucket) -> int:
+    return _CALLS * (1 if bucket.recipe.fused else len(bucket.matrices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def _sum(works: Iterable[Work]) -> Work:
 def _local(bucket: Bucket, rank: int, hardware: Hardware) -> Stage:
     count = bucket.computed_by(None)
     work = polar_work(bucket.recipe, *bucket.wide_shape, batch=count)
-    host = host_seconds(copies=work.calls + _CALLS_BY_MATRIX * len(bucket.matrices), exchanges=0, team=Team(1, 1))
+    host = host_seconds(calls=work.calls + _elementwise_calls(bucket), team=Team(1, 1))
     seconds = hardware.calibration.seconds(work)
     return Stage((rank,), count, 1, 0, work, seconds, 0.0, host, (count * bucket.cost,), (0,))
 
@@ -134,7 +139,7 @@ def owned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         all_to_all(hardware, team, busiest=max(map(max, way)), peers=peers - 1)
         for way, peers in zip(ways, traffic.peers, strict=True)
     ]
-    calls = work.calls + traffic.pieces + _CALLS_BY_MATRIX * len(bucket.matrices)
+    calls = work.calls + _elementwise_calls(bucket)
     return Stage(
         team=bucket.team,
         matrices=len(bucket.matrices),
@@ -143,7 +148,7 @@ def owned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         work=work,
         compute=hardware.calibration.seconds(work),
         exchange=math.fsum(wire),
-        host=host_seconds(copies=calls, exchanges=2, team=team),
+        host=host_seconds(calls=calls, pieces=traffic.pieces, exchanges=2, team=team),
         flops=tuple(counts[member] * cost for member in range(len(bucket.team))),
         sent=tuple(traffic.sent),
     )
@@ -165,7 +170,7 @@ def gathered(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     itemsize = bucket.recipe.input_dtype.itemsize
     work = polar_work(bucket.recipe, m, n, batch=count) + Work(bytes=2.0 * count * m * n * itemsize)
     held = pieces.held(bucket.matrices, bucket.team)
-    calls = work.calls + (_CALLS_BY_MATRIX + 1) * count
+    calls = work.calls + count + _elementwise_calls(bucket)
     return Stage(
         team=bucket.team,
         matrices=count,
@@ -174,7 +179,7 @@ def gathered(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         work=work,
         compute=hardware.calibration.seconds(work),
         exchange=ring(hardware, team, total=count * m * n * itemsize, calls=1),
-        host=host_seconds(copies=calls, exchanges=1, team=team),
+        host=host_seconds(calls=calls, exchanges=1, team=team),
         flops=(count * bucket.cost,) * size,
         sent=tuple((size - 1) * numbers * itemsize for numbers in held),
     )
@@ -195,10 +200,12 @@ def can_reduce(plan: Plan, pieces: Pieces) -> bool:
 
 
 def _cut_lengthwise(matrix: Matrix) -> bool:
+    """Whether ranks hold parts of the long side, and all of the short one; of a square, either side may be whole."""
     assert matrix.share is not None
     rows, cols = matrix.piece(matrix.share.copies[0][0]).shape
-    short, long = (cols, rows) if matrix.tall else (rows, cols)
-    return short == matrix.wide_shape[0] and long < matrix.wide_shape[1]
+    short, long = matrix.wide_shape
+    whole, part = (cols, rows) if matrix.tall or (short == long and cols == short) else (rows, cols)
+    return whole == short and part < long
 
 
 def reduced(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
@@ -217,32 +224,38 @@ def reduced(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     """
     alike = pieces.alike(bucket.matrices, bucket.team)
     takes = {id(matrix) for several in alike if _cut_lengthwise(several[0]) for matrix in several}
-    pairs = list(zip(bucket.matrices, bucket.owners, strict=True))
-    mine = [pair for pair in pairs if id(pair[0]) in takes]
-    others = [pair for pair in pairs if id(pair[0]) not in takes]
-    stages = []
-    if others:
-        matrices, owners = zip(*others, strict=True)
-        stages.append(owned(dataclasses.replace(bucket, matrices=matrices, owners=owners), hardware, pieces))
-    if mine:
-        matrices, owners = zip(*mine, strict=True)
-        stages.append(_gram(dataclasses.replace(bucket, matrices=matrices, owners=owners), hardware, pieces))
+    parts = [
+        (cost, [matrix for matrix in bucket.matrices if (id(matrix) in takes) is (cost is _gram)])
+        for cost in (owned, _gram)
+    ]
+    stages = [cost(_of(bucket, matrices), hardware, pieces) for cost, matrices in parts if matrices]
     return dataclasses.replace(_together(stages), batches=1)
+
+
+def _of(bucket: Bucket, matrices: Sequence[Matrix]) -> Bucket:
+    """A bucket of some of its matrices, with owners in turn."""
+    owners = tuple(number % len(bucket.team) for number in range(len(matrices)))
+    return dataclasses.replace(bucket, matrices=tuple(matrices), owners=owners)
 
 
 def _gram(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     team, size, count = Team.of(bucket.team, hardware), len(bucket.team), len(bucket.matrices)
     recipe, (m, n) = bucket.recipe, bucket.wide_shape
     segments = split_at(recipe.schedule, choose_restarts(recipe.schedule, recipe.dtype))
-    small = (sum(4 * len(segment) - 3 for segment in segments) + 2) * 2.0 * m**3  # and the restart in Gram space
+    ours = recipe.kernels.products == "triton"
+    triangle_cost = 1.0 if ours else 2.0
+    restart = 4.0 * m**3  # in Gram space
+    small = sum(4 * len(segment) - 3 for segment in segments) * triangle_cost * m**3 + restart
     shares = Counter(bucket.owners)
     held = pieces.held(bucket.matrices, bucket.team)
-    flops = tuple(6.0 * m * held[member] + shares[member] * small for member in range(size))
+    thin = (4.0 + triangle_cost) * m  # for each number held: the Gram matrix, and two factors applied
+    flops = tuple(thin * held[member] + shares[member] * small for member in range(size))
+    dense = max(4.0 * m * held[member] + shares[member] * restart for member in range(size)) if ours else max(flops)
     triangle = m * (m + 1) // 2
     wire = [count * triangle * 4.0, 2.0 * count * triangle * recipe.dtype.itemsize]
     calls = 3 + polar_work(recipe, m, n, batch=1).calls
-    passes = Work(bytes=float(max(held) * 40 + count * m * m * 8), calls=calls)
-    work = products(m, max(flops)) + passes
+    passes = Work(bytes=max(held) * entry_bytes(recipe) + count * m * m * 8.0, calls=calls)
+    work = products(m, dense=dense, symmetric=max(flops) - dense) + passes
     return Stage(
         team=bucket.team,
         matrices=count,
@@ -251,7 +264,7 @@ def _gram(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         work=work,
         compute=hardware.calibration.seconds(work),
         exchange=math.fsum(ring(hardware, team, total=total, calls=1) for total in wire),
-        host=host_seconds(copies=calls + (_CALLS_BY_MATRIX + 2) * count, exchanges=2, team=team),
+        host=host_seconds(calls=calls + 2 * count + _elementwise_calls(bucket), exchanges=2, team=team),
         flops=flops,
         sent=(sum(wire) * (size - 1) / size,) * size,
     )

@@ -40,6 +40,7 @@ class Hardware:
         inside: The link between GPUs of one node.
         across: The link between nodes.
         node: GPUs in a node.
+        our_kernels: Whether `Muon` takes kernels of its own there by default.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Hardware:
     inside: Link
     across: Link
     node: int = 8
+    our_kernels: bool = True
 
 
 # Efficiencies: shared/research/distributed.md section 3 (assumed there: no run on several GPUs was made).
@@ -81,7 +83,12 @@ _GPUS = {
     "h100": Hardware("h100", 80e9, _like(_H200, products=1.0, bandwidth=3.35 / 4.8), NVLINK_4, NETWORKS["infiniband"]),
     "h200": Hardware("h200", 141e9, _H200, NVLINK_4, NETWORKS["infiniband"]),
     "b200": Hardware(
-        "b200", 180e9, _like(_H200, products=2250 / 989, bandwidth=8.0 / 4.8), NVLINK_5, NETWORKS["infiniband"]
+        "b200",
+        180e9,
+        _like(_H200, products=2250 / 989, bandwidth=8.0 / 4.8),
+        NVLINK_5,
+        NETWORKS["infiniband"],
+        our_kernels=False,
     ),
 }
 

@@ -83,6 +83,12 @@ class Job:
             block.count for record in self._muon for block in record.routing.view.blocks(record.name, record.shape)
         )
 
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """How polar factors are computed, in words; known once routes are."""
+        buckets = (bucket for plans in self._made for plan, _ in plans for bucket in plan.buckets)
+        return tuple(sorted({bucket.recipe.describe() for bucket in buckets}))
+
     def local_bytes(self, algorithm: str) -> int:
         """Count the parameters of the rank that holds most of them: the first, by the rule of torch.chunk."""
         chosen = (record for record in self._records if record.routing.algorithm == algorithm)

@@ -78,7 +78,12 @@ class RouteForecast:
     @property
     def ms(self) -> float:
         """The predicted step: the device's time, or the host's where launching takes longer."""
-        return 1e3 * max(self.device + self.elementwise, self.host)
+        return max(self.device_ms, 1e3 * self.host)
+
+    @property
+    def device_ms(self) -> float:
+        """The device's time alone: what is left once launching is made cheaper."""
+        return 1e3 * (self.device + self.elementwise)
 
     @property
     def serial_ms(self) -> float:
@@ -99,6 +104,7 @@ class Forecast:
         matrices: How many matrices take Muon.
         parameter_bytes: Of the parameters, on the rank that holds most; gradients take as much.
         state_bytes: Of momentum and AdamW's moments, on that rank.
+        recipes: How polar factors are computed.
         chosen: The route `Muon` takes.
         routes: Every route there is for this layout, the chosen one first.
     """
@@ -111,6 +117,7 @@ class Forecast:
     matrices: int
     parameter_bytes: int
     state_bytes: int
+    recipes: tuple[str, ...]
     chosen: RouteWord
     routes: tuple[RouteForecast, ...]
 
@@ -158,6 +165,7 @@ class Forecast:
         machine = self.hardware
         yield f"{self.model}: {human(self.parameters)} parameters, {self.matrices} matrices, on {self.ranks} GPUs"
         yield f"{self.layout}; {machine.name} with {machine.inside.name} and {machine.across.name}"
+        yield f"polar factors: {', '.join(self.recipes)}"
         yield (
             f"memory of the fullest rank: parameters {human(self.parameter_bytes, unit='B')}, gradients as much, "
             f"state {human(self.state_bytes, unit='B')}, workspace {human(self.route().workspace, unit='B')}"

@@ -15,8 +15,10 @@ _MESSAGE = 1.5e-6  # for each peer of an all-to-all
 _HOST = 8e-6
 _HOST_PEER = 0.077e-6
 
-# Python, and torch's way to a kernel, for one small copy: `python -m benchmarks.host_time` (CPU; see NOTES.md).
-HOST_CALL = 5e-6
+# Python, and torch's way to a kernel. For a piece that an owner takes in or gives out: measured, on a slow core
+# (`python -m benchmarks.host_time`, see NOTES.md). For any other call: assumed.
+_HOST_PIECE = 30e-6
+_HOST_CALL = 10e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +74,16 @@ def ring(hardware: Hardware, team: Team, *, total: float, calls: int) -> float:
     return calls * (_LAUNCH + _HOP * math.log2(team.size)) + total * (team.size - 1) / team.size / rate
 
 
-def host_seconds(*, copies: float, exchanges: int, team: Team) -> float:
-    """Predict what Python takes to launch the copies and exchanges of a bucket.
+def host_seconds(*, calls: float, team: Team, pieces: int = 0, exchanges: int = 0) -> float:
+    """Predict what Python takes to launch a bucket.
 
     Args:
-        copies: Small copies and element-wise calls.
+        calls: Kernels.
+        team: Among whom it is exchanged.
+        pieces: How many pieces an owner takes in and gives out, one by one.
         exchanges: All-to-alls.
-        team: Among whom.
 
     Returns:
         Seconds.
     """
-    return copies * HOST_CALL + exchanges * (_HOST + _HOST_PEER * team.size)
+    return calls * _HOST_CALL + pieces * _HOST_PIECE + exchanges * (_HOST + _HOST_PEER * team.size)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon, Orthogonalizer, View, plan_for
 from meshmuon.config import Execution
+from meshmuon.kernels.availability import has_triton
 from meshmuon.layout.shard_layout import ShardLayout
 from meshmuon.plan import job
 from meshmuon.plan.assign import assign_owners
@@ -25,6 +26,7 @@ from meshmuon.plan.route import Route
 from meshmuon.polar.orthogonalize import Recipe
 
 CPU = torch.device("cpu")
+TORCH = Execution(orthogonalizer=Orthogonalizer(kernels="torch"))
 R, S = Replicate(), Shard
 
 
@@ -238,7 +240,7 @@ def test_formulas_of_the_other_routes():
     """The all-gather of distributed.md's row A; row E: (4 + 2·2)·m²/2 bytes, half of them fp32, (P-1)/P of each."""
     m, n, size, count = 64, 512, 4, 8
     shapes = {f"w{i}": (m, n) for i in range(count)}
-    said = plan_for(shapes, {"tp": size}, {"tp": "shard1"})
+    said = plan_for(shapes, {"tp": size}, {"tp": "shard1"}, execution=TORCH)
     triangle = m * (m + 1) // 2
     assert said.route("gather").bytes_sent.each == ((size - 1) * count * m * n // size * 2,) * size
     assert said.route("gather").flops.mean == pytest.approx(size * said.route("owner").flops.mean)
@@ -247,6 +249,17 @@ def test_formulas_of_the_other_routes():
     # 5 steps with a restart: 14 products of m×m, 2 more for the restart in Gram space; 3 thin ones on each rank's part.
     assert gram.flops.mean == pytest.approx(count / size * (16 * 2 * m**3 + 6 * m * m * n))
     assert gram.bytes_sent.max < said.route("owner").bytes_sent.max, "P < n/m"
+
+
+@pytest.mark.skipif(not has_triton(), reason="plans for kernels that need it")
+def test_products_are_those_of_the_target_whatever_this_machine_has():
+    m, n, size, count = 64, 512, 4, 8
+    shapes = {f"w{i}": (m, n) for i in range(count)}
+    hopper, blackwell = (plan_for(shapes, {"tp": size}, {"tp": "shard1"}, gpu) for gpu in ("h200", "b200"))
+    assert any("triton" in recipe for recipe in hopper.recipes) and "triton" not in str(blackwell.recipes)
+    # Symmetric products at half: 5m²n + 18m³, as distributed.md has it.
+    assert hopper.route("gram").flops.mean == pytest.approx(count / size * (18 * m**3 + 5 * m * m * n))
+    assert hopper.route("owner").flops.mean == pytest.approx(count / size * (14 * m**3 + 6 * m * m * n))
 
 
 def test_gram_needs_the_long_side_cut():
@@ -274,7 +287,8 @@ def test_state_and_fit_in_memory():
 
 def test_faster_hardware_and_networks_are_faster():
     def ms(*hardware):
-        return plan_for("llama-3-8b", {"dp": 64}, {"dp": "shard0"}, hardware[0], network=hardware[1]).route().serial_ms
+        said = plan_for("llama-3-8b", {"dp": 64}, {"dp": "shard0"}, hardware[0], network=hardware[1], execution=TORCH)
+        return said.route().device_ms
 
     assert ms("b200", "infiniband") < ms("h200", "infiniband") < ms("h200", "ethernet")
 
