@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from meshmuon.layout.records import Matrix
-from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
 from meshmuon.plan.calibration import Work, entry_bytes, polar_work, products
 from meshmuon.plan.hardware import Hardware
 from meshmuon.plan.route import Route
@@ -82,8 +82,15 @@ def stages_of(plan: Plan, hardware: Hardware, pieces: Pieces, cost: BucketCost |
         if bucket.route is Route.LOCAL:
             found.setdefault((plan.rank,), []).append(_local(bucket, plan.rank, hardware))
         else:
-            found.setdefault(bucket.team, []).append((cost or owned)(bucket, hardware, pieces))
+            found.setdefault(bucket.team, []).append((cost or _as_planned)(bucket, hardware, pieces))
     return [_together(stages) for stages in found.values()]
+
+
+def _as_planned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
+    if bucket.route is Route.OWNED:
+        return owned(bucket, hardware, pieces)
+    sent = tuple(bytes_sent(bucket, rank) for rank in bucket.team)  # few ranks take that route
+    return dataclasses.replace(_gram(bucket, hardware, pieces), sent=sent)
 
 
 def _together(stages: Sequence[Stage]) -> Stage:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from meshmuon.config import Execution, Sharing
+from meshmuon.layout.matrices import copy_of
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.shard_layout import ShardLayout, held, length
@@ -19,6 +20,7 @@ from meshmuon.plan.forecast import BucketCost, Stage, can_reduce, gathered, redu
 from meshmuon.plan.hardware import Hardware
 from meshmuon.plan.outlook import RouteForecast, RouteWord, Spread
 from meshmuon.plan.placement import Mesh
+from meshmuon.plan.route import Route
 from meshmuon.plan.traffic import Pieces
 
 Plans: TypeAlias = "list[tuple[Plan, list[int]]]"
@@ -67,9 +69,20 @@ class Job:
         routing = Routing(name, algorithm, "planned", view)
         return ParameterRecord(routing, *number, shape, tensor.dtype, device, shape, layout)
 
-    def records(self, rank: int) -> list[ParameterRecord]:
-        """Give the parameters as a rank sees them."""
-        return [dataclasses.replace(record, local_shape=_local_shape(record, rank)) for record in self._records]
+    def records(self, rank: int, *, only_owners: bool = False) -> list[ParameterRecord]:
+        """Give the parameters as a rank sees them.
+
+        Args:
+            rank: The rank.
+            only_owners: Whether whatever is cut must go to an owner.
+
+        Returns:
+            Their records.
+        """
+        here = (dataclasses.replace(record, local_shape=_local_shape(record, rank)) for record in self._records)
+        if not only_owners:
+            return list(here)
+        return [dataclasses.replace(r, route="owner" if len(copy_of(r, rank=rank)) > 1 else r.route) for r in here]
 
     @property
     def parameters(self) -> int:
@@ -110,11 +123,12 @@ class Job:
             found.setdefault(tuple(counts), []).append(rank)
         return list(found.values())
 
-    def plans(self, share_replicas: Sharing) -> Plans:
+    def plans(self, share_replicas: Sharing, *, only_owners: bool = False) -> Plans:
         """Make the plan of one rank of each kind, each with the ranks it stands for.
 
         Args:
             share_replicas: Whether replicas share their matrices.
+            only_owners: Whether whatever is cut must go to an owner.
 
         Returns:
             The plans.
@@ -125,7 +139,7 @@ class Job:
         made = []
         for ranks in self.kinds_of_ranks():
             plan = build_plan(
-                self.records(ranks[0]),
+                self.records(ranks[0], only_owners=only_owners),
                 polar={record.group: self._polar for record in self._muon},
                 execution=execution,
                 split_replicas=asked,
@@ -147,16 +161,16 @@ class Job:
         """
         auto = self.plans(self._execution.share_replicas)
         replicas = any(_layout(record).replica_axes for record in self._muon)
-        never = self.plans("never") if replicas else auto
+        beyond = any(bucket.route not in (Route.LOCAL, Route.OWNED) for plan, _ in auto for bucket in plan.buckets)
+        never = self.plans("never", only_owners=True) if replicas or beyond else auto
         alone: RouteWord = "owner" if any(bucket.team for plan, _ in never for bucket in plan.buckets) else "local"
-        chosen, found = alone, {alone: self._forecast(alone, never, machine)}
+        made: dict[RouteWord, Plans] = {alone: never}
         if replicas:
-            always = self.plans("always")
-            found["split"] = self._forecast("split", always, machine)
-            if _sharing(auto) != _sharing(never):
-                chosen = "split" if _sharing(auto) == _sharing(always) else "mixed"
-            if chosen == "mixed":
-                found["mixed"] = self._forecast("mixed", auto, machine)
+            made["split"] = self.plans("always", only_owners=True)
+        chosen = next((word for word, plans in made.items() if _ways(plans) == _ways(auto)), None)
+        if chosen is None:
+            chosen, made["mixed"] = "mixed", auto
+        found = {word: self._forecast(word, plans, machine) for word, plans in made.items()}
         if any(can_reduce(plan, self._pieces) for plan, _ in never):
             found["gram"] = self._forecast("gram", never, machine, reduced)
         if alone == "owner":
@@ -219,10 +233,14 @@ def _local_shape(record: ParameterRecord, rank: int) -> tuple[int, ...]:
     return tuple(map(length, _layout(record).region(rank)))
 
 
-def _sharing(plans: Plans) -> list[int]:
-    """How many replicas take part in each matrix that travels."""
-    shares = (matrix.share for plan, _ in plans for bucket in plan.buckets for matrix in bucket.matrices)
-    return [0 if share is None else len(share.copies) for share in shares]
+def _ways(plans: Plans) -> list[tuple[Route, int]]:
+    """The route of each matrix, and how many replicas take part."""
+    return [
+        (bucket.route, 0 if matrix.share is None else len(matrix.share.copies))
+        for plan, _ in plans
+        for bucket in plan.buckets
+        for matrix in bucket.matrices
+    ]
 
 
 def _workspace(plan: Plan) -> int:

@@ -17,7 +17,7 @@ EXPLAINED: dict[RouteWord, str] = {
     "local": "every rank computes all it holds, whole; nothing travels",
     "owner": "pieces travel to one owner in each replica and back",
     "split": "as owner, and replicas share the matrices",
-    "mixed": "split where the optimizer expects that to pay, else owner",
+    "mixed": "each matrix on the route that the optimizer expects to pay",
     "gram": "formula only: m×m Gram matrices are reduced to owners, factors come back",
     "gather": "for comparison: whole matrices are gathered and computed on every rank",
 }
