@@ -140,7 +140,7 @@ forecast.route().bytes_sent.each[7]     # what rank 7 sends in a step, exactly
 {hardware}, {date}.
 
 What the device takes, exchanges overlapped with products; **bold**: the route `Muon` takes on that layout. *host*: what
-Python takes to launch that route on the slowest rank of each bucket, on a slow core; the step takes whichever is longer.
+Python takes to launch it on the slowest rank of each bucket, on a slow core; the step takes whichever is longer.
 "-": not a route of that layout.
 
 {routes}
