@@ -29,6 +29,7 @@ from meshmuon.layout.plain import Sharded, plain_layouts
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.describe import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
+from meshmuon.plan.route import Route
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.preparation import Preparation, Ready
 from meshmuon.routing import Overrides, route_params
@@ -36,6 +37,7 @@ from meshmuon.runtime import pipeline
 from meshmuon.runtime.graphs import StepGraphs, fixed_settings
 from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.runtime.owned_state import OwnedState
+from meshmuon.runtime.sharded import sharded_directions
 from meshmuon.runtime.synced import SyncedStep
 from meshmuon.update.adamw import AdamWRule, update_adamw_
 from meshmuon.update.apply import ApplyRule
@@ -275,6 +277,10 @@ class Muon(Optimizer):
         squares = updates.momentum(bucket, matrices, inputs, before, after)
         if self._execution.release_grads:
             matrices = self._tensors.release_gradients(matrices)
+        if bucket.route is Route.SHARDED:  # only Gram matrices travel
+            found = yield from sharded_directions(bucket, matrices, inputs, ready.contributions, rank=ready.plan.rank)
+            updates.apply(bucket, matrices, found, after)
+            return
         gathered = exchange.gather(bucket, inputs)  # a local bucket is already there
         if gathered.in_flight:
             yield

@@ -46,20 +46,38 @@ class Contributions:
         wide = torch.float64 if sent.dtype == torch.float64 else torch.float32
         if not dist.is_initialized():
             return Pending(lambda: sent.to(wide, copy=True))
-        group = self._groups[team]
         if not self._in_rank_order:
-            return _reduce_scattered(sent, spread, own=own, wide=wide, group=group)
-        received = sent.new_empty(own * len(team))
-        work = dist.all_to_all_single(received, sent, [own] * len(team), list(spread), group=group, async_op=True)
+            return _reduce_scattered(sent, spread, own=own, wide=wide, group=self._groups[team])
+        collected = self.collect(team, sent, spread, rank=rank)
 
         def added() -> Tensor:
-            first, *others = received.view(len(team), own)
+            first, *others = collected.finish().view(len(team), own)
             total = first.to(wide, copy=True)
             for each in others:
                 total.add_(each)
             return total.div_(len(team))
 
-        return Pending(added, work, sent)
+        return Pending(added, collected.work, sent)
+
+    def collect(self, team: tuple[int, ...], sent: Tensor, spread: Sequence[int], *, rank: int) -> Pending:
+        """Bring what every rank has to the owners of its parts.
+
+        Args:
+            team: Global ranks, ascending.
+            sent: What this rank has, by owner.
+            spread: How many numbers of it each member of the team owns.
+            rank: This process's global rank.
+
+        Returns:
+            What all ranks have of this rank's part, one after the other, flat, once waited for.
+        """
+        own = spread[team.index(rank)]
+        if not dist.is_initialized():
+            return Pending(lambda: sent)
+        received = sent.new_empty(own * len(team))
+        splits = [own] * len(team)
+        work = dist.all_to_all_single(received, sent, splits, list(spread), group=self._groups[team], async_op=True)
+        return Pending(lambda: received, work, sent)
 
     def give(self, team: tuple[int, ...], own: Tensor, spread: Sequence[int]) -> Pending:
         """Give everyone what this rank has computed, and get theirs.

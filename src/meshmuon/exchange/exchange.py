@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.transfer import Transfer, transfer_of
-from meshmuon.layout.records import Place
+from meshmuon.layout.records import Matrix, Place
 from meshmuon.plan.bucket import Bucket
 from meshmuon.plan.route import Route
 
@@ -63,11 +64,14 @@ class Exchange:
             table = self.table(bucket)
             pairs = zip(table.out.offsets, table.back.offsets, strict=True)
             return [Place(out, back) for out, back in pairs if back is not None]
-        m, n = bucket.wide_shape
-        starts = [0]
-        for matrix in bucket.matrices:
-            starts.append(starts[-1] + matrix.count * m * n)
+        starts = list(itertools.accumulate((self._held(bucket, matrix) for matrix in bucket.matrices), initial=0))
         return [Place(start, start) for start in starts[:-1]]
+
+    def _held(self, bucket: Bucket, matrix: Matrix) -> int:
+        """How many numbers of a matrix that does not travel lie here."""
+        if bucket.route is Route.SHARDED:
+            return matrix.piece(self._rank).numel
+        return matrix.count * bucket.wide_shape[0] * bucket.wide_shape[1]
 
     def buffer_size(self, bucket: Bucket) -> int:
         """Give the size of the buffer that `gather` takes.
@@ -80,7 +84,7 @@ class Exchange:
         """
         if bucket.route is Route.OWNED:
             return sum(self.table(bucket).out.spread)
-        return sum(matrix.count for matrix in bucket.matrices) * bucket.wide_shape[0] * bucket.wide_shape[1]
+        return sum(self._held(bucket, matrix) for matrix in bucket.matrices)
 
     def gather(self, bucket: Bucket, inputs: Tensor) -> Pending:
         """Bring whole matrices together where they are orthogonalized.

@@ -21,7 +21,6 @@ from meshmuon.config import (
     check_state_dtype,
     check_word,
 )
-from meshmuon.errors import message
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.polar.coefficients import plain_coefficients, resolve_schedule
 
@@ -53,12 +52,6 @@ def _check_view(name: str, value: Any) -> dict[str, Any]:
         return MatrixView.of(value).as_dict()
 
 
-def _check_route(name: str, value: Any) -> str:
-    if isinstance(value, str) and value == "gram":
-        raise ValueError(message(name, found="'gram' is not in this version", do='Use "auto" or "owner"'))
-    return check_word(name, value, get_args(RouteChoice))
-
-
 def _keep(name: str, value: Any) -> Any:
     return value
 
@@ -77,7 +70,7 @@ MUON_KEYS: dict[str, Check] = {
     "weight_decay_mode": lambda name, value: check_word(name, value, get_args(WeightDecayMode)),
     "state_dtype": check_state_dtype,
     "view": _check_view,
-    "route": _check_route,
+    "route": lambda name, value: check_word(name, value, get_args(RouteChoice)),
     "mode": lambda name, value: check_word(name, value, get_args(Mode)),
 }
 ADAMW_KEYS: dict[str, Check] = {

@@ -50,6 +50,23 @@ def matrices_of(parameter: ParameterRecord, *, rank: int, split_replicas: bool =
     return tuple(_shared_matrices(parameter, parameter.layout, (copy,), rank=rank))
 
 
+def is_cut_along_the_long_side(matrix: Matrix) -> bool:
+    """Tell whether every rank of a matrix's only copy holds whole short sides.
+
+    Args:
+        matrix: A shared matrix.
+
+    Returns:
+        True if the sharded route can take it.
+    """
+    assert matrix.share is not None
+    short = 1 if matrix.tall else 0
+    pieces = (matrix.piece(rank) for rank in matrix.share.team)
+    return len(matrix.share.copies) == 1 and all(
+        piece.numel == 0 or piece.shape[short] == min(matrix.shape) for piece in pieces
+    )
+
+
 def copies_of(parameter: ParameterRecord, *, rank: int) -> tuple[tuple[int, ...], ...]:
     """Give the replicas of this rank's matrices.
 

@@ -36,7 +36,8 @@ class ParameterRecord:
         device: Its device.
         local_shape: The shape of what this rank holds.
         layout: How it lies on a mesh; None for a plain tensor.
-        route: "owner" makes even matrices that lie here whole take the way of shared ones.
+        route: "owner" makes even matrices that lie here whole take the way of shared ones; "gram" leaves shared ones
+            where they are, and lets their Gram matrices travel.
         mode: "blockwise" takes what each rank holds of a matrix for a matrix of its own.
     """
 

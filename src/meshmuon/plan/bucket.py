@@ -18,6 +18,7 @@ from meshmuon.layout.records import Matrix, ParameterRecord
 from meshmuon.plan.assign import assign_owners
 from meshmuon.plan.cost import sharing_pays
 from meshmuon.plan.flat import FlatBucket, flat_buckets
+from meshmuon.plan.gram_route import choose_route, gram_bytes, grams_sent
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.orthogonalize import Recipe, choose_recipe
@@ -67,6 +68,8 @@ class Bucket:
     def bytes(self) -> int:
         """Memory it takes during a step on the rank where it takes most: the same number on every rank."""
         most = max(Counter(self.owners).values(), default=self.computed_by(None))
+        if self.route is Route.SHARDED:
+            return gram_bytes(self.wide_shape, len(self.matrices), owned=most, ranks=len(self.team))
         return most * workspace_bytes(self.matrices[0], self.recipe)
 
     @property
@@ -131,6 +134,9 @@ def bytes_sent(bucket: Bucket, rank: int) -> int:
     Returns:
         Bytes; what a rank keeps for itself does not count.
     """
+    if bucket.route is Route.SHARDED:
+        member = bucket.team.index(rank)
+        return grams_sent(bucket.wide_shape, bucket.owners, member, ranks=len(bucket.team), recipe=bucket.recipe)
     total = 0
     held: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}  # experts of one parameter are cut alike
     everybody = frozenset(bucket.team)
@@ -258,7 +264,7 @@ class _Kinds:
         key = (id(matrix.parameter), matrix.wide_shape)
         if key not in self._known:
             p = matrix.parameter
-            kind = (p.group, matrix.wide_shape, p.dtype, p.device, self.team(matrix))
+            kind = (p.group, matrix.wide_shape, p.dtype, p.device, p.route, self.team(matrix))
             self._known[key] = self._numbers.setdefault(kind, len(self._numbers))
         return self._known[key]
 
@@ -360,6 +366,9 @@ def _owned_buckets(
     buckets = []
     for alike in by_kind:
         recipe = recipes[kinds.of(alike[0])]
+        route = choose_route(alike[0], recipe, execution)
+        if route is Route.SHARDED:
+            recipe = recipe.in_gram_space()
         limit = _at_once(alike[0], recipe, execution, in_flight=execution.max_in_flight)
         rounds: dict[int, list[Matrix]] = {}
         taken = [0] * len(team)
@@ -377,7 +386,7 @@ def _owned_buckets(
                     wide_shape=content[0].wide_shape,
                     device=parameter.device,
                     recipe=recipe,
-                    route=Route.OWNED,
+                    route=route,
                     team=team,
                     owners=tuple(owner_of[id(matrix)] for matrix in content),
                 )

@@ -28,6 +28,18 @@ _GPU = Machine(flops=6e14, bandwidth=4e10)
 _CPU = Machine(flops=1e11, bandwidth=1e9)
 
 
+def machine_of(device: torch.device) -> Machine:
+    """Give the round numbers of the kind of machine a device stands for.
+
+    Args:
+        device: The device.
+
+    Returns:
+        A CPU's or a GPU's.
+    """
+    return _CPU if device.type == "cpu" else _GPU
+
+
 def sharing_pays(recipe: Recipe, shape: tuple[int, int], *, copies: int, device: torch.device) -> bool:
     """Tell whether replicas should each compute a part of the matrices and send the others the results.
 
@@ -42,7 +54,7 @@ def sharing_pays(recipe: Recipe, shape: tuple[int, int], *, copies: int, device:
     Returns:
         True if the operations saved take longer than the transfer.
     """
-    machine = _CPU if device.type == "cpu" else _GPU
+    machine = machine_of(device)
     saved = recipe.flops(*shape) / machine.flops
     travel = shape[0] * shape[1] * recipe.dtype.itemsize / machine.bandwidth
     return copies > 1 and saved > travel

@@ -144,7 +144,7 @@ def _travel(plan: Plan) -> list[str]:
     """What leaves this rank, team by team."""
     teams: dict[tuple[int, ...], list[Bucket]] = {}
     for bucket in plan.buckets:
-        if bucket.route is Route.OWNED:
+        if bucket.route is not Route.LOCAL:
             teams.setdefault(bucket.team, []).append(bucket)
     if not teams:
         return ["nothing travels: every matrix is whole where it is computed"]
@@ -153,8 +153,10 @@ def _travel(plan: Plan) -> list[str]:
         costs = [bucket.cost for bucket in buckets for _ in bucket.matrices]
         owners = [owner for bucket in buckets for owner in bucket.owners]
         sent = sum(bytes_sent(bucket, plan.rank) for bucket in buckets)
+        cut = sum(len(bucket.matrices) for bucket in buckets if bucket.route is Route.SHARDED)
+        stay = f" ({cut} stay where they are: only their Gram matrices travel, not to the last bit)" if cut else ""
         lines.append(
-            f"{len(owners)} matrices shared by {len(team)} ranks: each travels to one owner and back, "
+            f"{len(owners)} matrices shared by {len(team)} ranks: each travels to one owner and back{stay}, "
             f"{human(sent, unit='B')} sent by this rank a step in {2 * len(buckets)} all-to-alls; "
             f"owner balance {balance(costs, owners, len(team)):.2f} (largest load / mean)"
         )

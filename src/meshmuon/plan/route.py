@@ -10,7 +10,9 @@ class Route(Enum):
 
     LOCAL: the whole matrix is on this device already, and nothing travels.
     OWNED: its pieces travel to one member of the team, the owner, and pieces of the result travel back.
+    SHARDED: it stays where it is; Gram matrices travel to the owner, and factors travel back.
     """
 
     LOCAL = "local"
     OWNED = "owner"
+    SHARDED = "gram"

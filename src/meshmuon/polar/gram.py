@@ -40,11 +40,11 @@ def gram_newton_schulz(
     """
     *segments, last = split_at(schedule, restarts)
     for segment in segments:
-        x = operations.apply(_factor(operations.gram(x), segment, operations), x)
-    return operations.apply(_factor(operations.gram(x), last, operations), x, out)
+        x = operations.apply(factor(operations.gram(x), segment, operations), x)
+    return operations.apply(factor(operations.gram(x), last, operations), x, out)
 
 
-def _factor(r: Tensor, segment: Schedule, operations: Operations) -> Tensor:
+def factor(r: Tensor, segment: Schedule, operations: Operations) -> Tensor:
     """The product q of a segment's polynomials, so that the segment maps x to q·x."""
     q = None
     for step, triple in enumerate(segment, start=1):

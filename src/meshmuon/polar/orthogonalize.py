@@ -8,7 +8,7 @@ norms by rows, then over the rows (a reduction to a single number is split diffe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -76,6 +76,11 @@ class Recipe:
     @property
     def _symmetric(self) -> bool:
         return self.kernels.products == "triton"
+
+    def in_gram_space(self) -> Recipe:
+        """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
+        restarts = choose_restarts(self.schedule, self.dtype)
+        return replace(self, form="gram", restarts=restarts, kernels=replace(self.kernels, products="torch"))
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
