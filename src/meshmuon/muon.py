@@ -17,6 +17,7 @@ from meshmuon.config import Execution, GradSync, LRRule, NonFinite, Orthogonaliz
 from meshmuon.exchange.agreement import Agreement, Verdict
 from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
+    MUON_ARGUMENTS,
     check_defaults,
     check_group_parameters,
     check_values,
@@ -137,21 +138,10 @@ class Muon(Optimizer):
         allow_no_muon: bool = False,
         **unknown: Any,
     ) -> None:
-        refuse_keywords(unknown, known=Muon.__init__)
         lr = check_lr("lr", lr)
-        muon = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "extra_scale_factor": extra_scale_factor,
-            "weight_decay_mode": weight_decay_mode,
-            "state_dtype": state_dtype,
-        }
+        given = dict(locals())  # every argument under its own name
+        refuse_keywords(unknown, known=Muon.__init__)
+        muon = {key: given[key] for key in MUON_ARGUMENTS}
         adamw = {
             "lr": lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
@@ -165,19 +155,7 @@ class Muon(Optimizer):
             "adamw": adamw,
         }
         check_defaults(self._group_defaults)
-        self._execution = Execution(
-            orthogonalizer=orthogonalizer,
-            non_finite=non_finite,
-            release_grads=release_grads,
-            max_in_flight=max_in_flight,
-            workspace_bytes=workspace_bytes,
-            share_replicas=share_replicas,
-            layout_invariant=layout_invariant,
-            allow_no_muon=allow_no_muon,
-            grad_sync=grad_sync,
-            max_grad_norm=max_grad_norm,
-            cuda_graph=cuda_graph,
-        )
+        self._execution = Execution(**{field.name: given[field.name] for field in dataclasses.fields(Execution)})
         self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons, self._frozen = routed.reasons, routed.frozen

@@ -13,7 +13,7 @@ from meshmuon.config import Execution
 from meshmuon.errors import message
 from meshmuon.kernels.availability import has_triton
 from meshmuon.layout.matrix_view import MatrixView
-from meshmuon.plan.bucket import PolarSettings
+from meshmuon.plan.build import PolarSettings
 from meshmuon.plan.hardware import Hardware, known_hardware
 from meshmuon.plan.job import Job
 from meshmuon.plan.models import known_model

@@ -19,7 +19,8 @@ from meshmuon.groups import group_records
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.mesh import mesh_groups
 from meshmuon.layout.plain import PlainLayouts
-from meshmuon.plan.bucket import Plan, PolarSettings, build_plan
+from meshmuon.plan.bucket import Plan
+from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.plan.describe import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.runtime.graphs import refuse_ungraphable

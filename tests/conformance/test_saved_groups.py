@@ -33,7 +33,7 @@ BAD: list[tuple[int, str, Any]] = [
     (0, "extra_scale_factor", 0.0),
     (0, "weight_decay_mode", "adam"),
     (0, "state_dtype", "int8"),
-    (0, "route", "gram"),
+    (0, "route", "sideways"),
     (0, "view", {"heads": 0}),
     (0, "view", {"rows": 3}),
     (0, "view", {"heads": 2}),

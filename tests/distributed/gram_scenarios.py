@@ -14,7 +14,7 @@ from meshmuon import Muon, Orthogonalizer
 from meshmuon.plan.bucket import bytes_sent
 from tests.distributed.scenarios import shard, tensor_for, whole
 
-# name → (shape, dim that is cut): wide ones along their columns, tall ones along their rows, uneven and empty shards too
+# name → (shape, dim that is cut): wide ones along their columns, tall ones along their rows; uneven and empty shards.
 SHAPES = {
     "wide": ((16, 96), 1),
     "tall": ((90, 24), 0),
@@ -43,7 +43,13 @@ def train(route, kind, dtype, steps=3):
     for name, (shape, dim) in SHAPES.items():
         params[name] = nn.Parameter(shard(tensor_for("parameter", name, shape, torch.float32), mesh, [Shard(dim)]))
         groups.append({"params": [(name, params[name])], "algorithm": "muon", "route": route})
-    settings = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "orthogonalizer": Orthogonalizer(dtype=dtype)}
+    form = "standard" if route == "owner" else "auto"  # the more exact one to compare with
+    settings = {
+        "lr": 0.1,
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        "orthogonalizer": Orthogonalizer(dtype=dtype, form=form),
+    }
     opt = Muon(groups, **settings)
     sent = []
     all_to_all = dist.all_to_all_single

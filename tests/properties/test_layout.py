@@ -22,7 +22,7 @@ from meshmuon.layout.matrix_view import WHOLE, MatrixView
 from meshmuon.layout.mesh import layout_of
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.shard_layout import Cut, ShardLayout, clip, flattened, held, length, position
-from meshmuon.plan.bucket import PolarSettings, build_plan
+from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.polar.coefficients import resolve_schedule
 
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)

@@ -201,7 +201,7 @@ def test_what_is_no_list_of_parameters_is_refused(params: Any) -> None:
         pytest.param({"params": [(3, SHARED)]}, "name", id="a pair with a number for a name"),
         pytest.param({"params": [SHARED], "lrr": 0.1}, "'lr'", id="an unknown key"),
         pytest.param({"params": [SHARED], "num_ns_steps": 5}, "'ns_steps'", id="another optimizer's key"),
-        pytest.param({"params": [SHARED], "route": "gram"}, "route", id="a key of a later version"),
+        pytest.param({"params": [SHARED], "route": "sideways"}, "route", id="an unknown route"),
         pytest.param({"params": [SHARED], "algorithm": "sgd"}, "algorithm", id="an unknown algorithm"),
         pytest.param({"params": [SHARED], "kind": "Muon"}, "kind", id="an unknown kind"),
         pytest.param({"params": [SHARED], "use_muon": 1}, "use_muon", id="a number for a switch"),

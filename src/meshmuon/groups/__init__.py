@@ -4,10 +4,11 @@ A group dict holds numbers, strings and tuples only, so that it pickles and load
 """
 
 from meshmuon.groups.complete import check_group_parameters, complete_group, declare_shards, group_records
-from meshmuon.groups.keys import check_defaults, check_values
+from meshmuon.groups.keys import MUON_ARGUMENTS, check_defaults, check_values
 from meshmuon.groups.unknown import refuse_keywords
 
 __all__ = [
+    "MUON_ARGUMENTS",
     "check_defaults",
     "check_group_parameters",
     "check_values",

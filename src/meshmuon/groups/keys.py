@@ -73,6 +73,8 @@ MUON_KEYS: dict[str, Check] = {
     "route": lambda name, value: check_word(name, value, get_args(RouteChoice)),
     "mode": lambda name, value: check_word(name, value, get_args(Mode)),
 }
+# Those that the constructor takes; the others are said of a group.
+MUON_ARGUMENTS = tuple(key for key in MUON_KEYS if key not in ("view", "route", "mode"))
 ADAMW_KEYS: dict[str, Check] = {
     "lr": check_lr,
     "weight_decay": _non_negative,

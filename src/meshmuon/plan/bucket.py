@@ -1,35 +1,19 @@
-"""Bucket, Plan and build_plan: what is computed together and by whom, decided once from records alone."""
+"""Bucket and Plan: what is computed together and by whom, as data."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from meshmuon.config import Execution
-from meshmuon.errors import message
-from meshmuon.layout.matrices import copies_of, matrices_of
 from meshmuon.layout.records import Matrix, ParameterRecord
-from meshmuon.plan.assign import assign_owners
-from meshmuon.plan.cost import sharing_pays
-from meshmuon.plan.flat import FlatBucket, flat_buckets
-from meshmuon.plan.gram_route import choose_route, gram_bytes, grams_sent
+from meshmuon.plan.flat import FlatBucket
+from meshmuon.plan.gram_route import gram_bytes, grams_sent
 from meshmuon.plan.route import Route
-from meshmuon.polar.coefficients import Schedule
-from meshmuon.polar.orthogonalize import Recipe, choose_recipe
-
-
-@dataclass(frozen=True, slots=True)
-class PolarSettings:
-    """What a group says about the orthogonalization of its matrices."""
-
-    schedule: Schedule
-    eps: float
+from meshmuon.polar.orthogonalize import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,167 +140,6 @@ def bytes_sent(bucket: Bucket, rank: int) -> int:
     return total
 
 
-def build_plan(
-    parameters: Sequence[ParameterRecord],
-    *,
-    polar: Mapping[int, PolarSettings],
-    execution: Execution,
-    split_replicas: bool = False,
-    rank: int = 0,
-    ranks: int = 1,
-) -> Plan:
-    """Decide what is computed together, and by whom.
-
-    Args:
-        parameters: Every parameter, in the order of the groups.
-        polar: For each Muon group, its coefficients and eps.
-        execution: The bounds and choices of the run.
-        split_replicas: Whether ranks were said to hold the same whole matrices in order to share them.
-        rank: This process's global rank.
-        ranks: Number of processes in the job.
-
-    Returns:
-        The plan: pure data, the same for the same arguments.
-
-    Raises:
-        ValueError: If a view does not fit its parameter, or nothing takes Muon.
-    """
-    muon = [parameter for parameter in parameters if parameter.routing.algorithm == "muon"]
-    if not muon and not execution.allow_no_muon:
-        found = f"none of {len(parameters)} parameters takes Muon"
-        do = "Look at the reasons with allow_no_muon=True and print(opt), or change them with overrides="
-        raise ValueError(message("params", found=found, do=do))
-    elementwise = tuple(parameter for parameter in parameters if parameter.routing.algorithm == "adamw")
-    matrices = [
-        matrix
-        for parameter in muon
-        for matrix in _matrices(parameter, polar=polar, execution=execution, asked=split_replicas, rank=rank)
-    ]
-    kinds = _Kinds()
-    recipes = {kinds.of(one): _recipe(one, polar=polar, execution=execution) for one, *_ in _alike(matrices, kinds)}
-    shared = any(matrix.share is not None for matrix in matrices)
-    local = [
-        bucket
-        for alike in _alike((m for m in matrices if m.share is None), kinds)
-        for bucket in _local_buckets(alike, recipes[kinds.of(alike[0])], execution, beside_others=shared)
-    ]
-    owned = [_owned_buckets(team, recipes, execution, kinds) for team in _teams(matrices, kinds)]
-    budget = execution.workspace_bytes // execution.max_in_flight
-    flat = flat_buckets(elementwise, most_bytes=budget) if execution.syncs else ()
-    return Plan(tuple(parameters), _waves(owned, local, execution), elementwise, execution, flat, rank, ranks)
-
-
-def _waves(
-    owned: Sequence[Sequence[Bucket]], local: Sequence[Bucket], execution: Execution
-) -> tuple[tuple[Bucket, ...], ...]:
-    """One wave for each team, in the order of the teams' ranks.
-
-    [Note: waves] The members of a team must begin and end its collectives in one order. A rank that interleaved buckets
-    of two teams would do so otherwise than a member of only one of them. Teams in ascending order cannot wait for each
-    other in a circle. Local buckets wait for nothing, and where they stand does not change the order of the others:
-    they fill the wait for the first gathers, of which as many are begun before them as leave them workspace.
-    """
-    first, *others = owned or [[]]
-    largest = max((bucket.bytes for bucket in local), default=0)
-    begun = execution.max_in_flight - 1
-    while begun and sum(bucket.bytes for bucket in first[:begun]) + largest > execution.workspace_bytes:
-        begun -= 1
-    waves = [[*first[:begun], *local, *first[begun:]], *others]
-    numbers = itertools.count()
-    return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
-
-
-def _matrices(
-    parameter: ParameterRecord, *, polar: Mapping[int, PolarSettings], execution: Execution, asked: bool, rank: int
-) -> Sequence[Matrix]:
-    """The matrices of a parameter; shared by all its replicas where that was asked for, or pays."""
-    matrices = matrices_of(parameter, rank=rank)
-    copies = copies_of(parameter, rank=rank)
-    alone = len(copies) == 1 or execution.share_replicas == "never" or parameter.mode == "blockwise"
-    if alone and not execution.syncs:
-        return matrices
-
-    def pays(matrix: Matrix) -> bool:
-        recipe = _recipe(matrix, polar=polar, execution=execution)
-        return sharing_pays(recipe, matrix.wide_shape, copies=len(copies), device=parameter.device)
-
-    if execution.share_replicas == "auto" and not asked and not all(map(pays, matrices)):
-        return matrices
-    split = matrices_of(parameter, rank=rank, split_replicas=True)
-    return [dataclasses.replace(m, share=dataclasses.replace(m.share, copies=copies)) for m in split if m.share]
-
-
-class _Kinds:
-    """Numbers for what matrices of one bucket have in common.
-
-    To hash a team of thousands takes longer than everything else about a matrix: done once for each parameter. The
-    matrices must outlive this, since parameters are known by identity.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[object, ...], int] = {}
-        self._known: dict[tuple[int, tuple[int, int]], int] = {}
-        self._teams: dict[int, tuple[int, ...]] = {}
-        self._same: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def of(self, matrix: Matrix) -> int:
-        """Give the number of a matrix's kind."""
-        key = (id(matrix.parameter), matrix.wide_shape)
-        if key not in self._known:
-            p = matrix.parameter
-            kind = (p.group, matrix.wide_shape, p.dtype, p.device, p.route, self.team(matrix))
-            self._known[key] = self._numbers.setdefault(kind, len(self._numbers))
-        return self._known[key]
-
-    def team(self, matrix: Matrix) -> tuple[int, ...]:
-        """Give the team of a matrix, the same object for the same ranks; empty if it is not shared."""
-        if matrix.share is None:
-            return ()
-        key = id(matrix.parameter)
-        if key not in self._teams:
-            team = matrix.share.team
-            self._teams[key] = self._same.setdefault(team, team)
-        return self._teams[key]
-
-
-def _alike(matrices: Iterable[Matrix], kinds: _Kinds) -> list[list[Matrix]]:
-    found: dict[int, list[Matrix]] = {}
-    for matrix in matrices:
-        found.setdefault(kinds.of(matrix), []).append(matrix)
-    return list(found.values())
-
-
-def _teams(matrices: Iterable[Matrix], kinds: _Kinds) -> list[list[Matrix]]:
-    """Shared matrices by team, in the order of the teams' ranks: the same order on every rank."""
-    found: dict[int, list[Matrix]] = {}
-    for matrix in matrices:
-        if matrix.share is not None:
-            found.setdefault(id(kinds.team(matrix)), []).append(matrix)
-    return sorted(found.values(), key=lambda team: kinds.team(team[0]))
-
-
-def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Execution) -> Recipe:
-    parameter = matrix.parameter
-    settings = polar[parameter.group]
-    return choose_recipe(
-        *matrix.wide_shape,
-        schedule=settings.schedule,
-        orthogonalizer=execution.orthogonalizer,
-        device=parameter.device,
-        dtype=parameter.dtype,
-        eps=settings.eps,
-    )
-
-
-def _at_once(matrix: Matrix, recipe: Recipe, execution: Execution, *, in_flight: int) -> int:
-    """How many matrices one rank may orthogonalize together within the workspace; a larger single one stands alone."""
-    device = matrix.parameter.device
-    if execution.layout_invariant and device.type != "cpu":
-        return 1  # GPU libraries choose kernels by batch size: the same bits in every batch means no batch
-    budget = execution.workspace_bytes // in_flight
-    return max(1, budget // workspace_bytes(matrix, recipe))
-
-
 def workspace_bytes(matrix: Matrix, recipe: Recipe) -> int:
     """Bound the memory one matrix takes during a step where it is computed.
 
@@ -330,65 +153,3 @@ def workspace_bytes(matrix: Matrix, recipe: Recipe) -> int:
     copies = 0 if matrix.share is None else len(matrix.share.copies)
     on_the_way = 2 * copies * math.prod(matrix.shape) * max(4, recipe.dtype.itemsize)
     return recipe.workspace_bytes(*matrix.wide_shape) + on_the_way
-
-
-def _local_buckets(
-    matrices: Sequence[Matrix], recipe: Recipe, execution: Execution, *, beside_others: bool
-) -> list[Bucket]:
-    """A local bucket never waits: without others under way it may take the whole workspace."""
-    first = matrices[0]
-    limit = _at_once(first, recipe, execution, in_flight=execution.max_in_flight if beside_others else 1)
-    limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
-    filled: list[list[Matrix]] = []
-    room = 0
-    small = [dataclasses.replace(matrix, block=block) for matrix in matrices for block in matrix.block.cut(limit)]
-    for matrix in small:
-        if matrix.count > room or not filled:
-            filled.append([])
-            room = limit
-        filled[-1].append(matrix)
-        room -= matrix.count
-    parameter = first.parameter
-    return [
-        Bucket(0, parameter.group, tuple(content), first.wide_shape, parameter.device, recipe) for content in filled
-    ]
-
-
-def _owned_buckets(
-    matrices: Sequence[Matrix], recipes: Mapping[int, Recipe], execution: Execution, kinds: _Kinds
-) -> list[Bucket]:
-    """Give each matrix of a team an owner, then cut alike ones so that every owner gets what fits its workspace."""
-    team = kinds.team(matrices[0])
-    by_kind = _alike(matrices, kinds)
-    cost_of = {kinds.of(one): recipes[kinds.of(one)].flops(*one.wide_shape) for one, *_ in by_kind}
-    costs = [cost_of[kinds.of(matrix)] for matrix in matrices]
-    owner_of = dict(zip(map(id, matrices), assign_owners(costs, len(team)), strict=True))
-    buckets = []
-    for alike in by_kind:
-        recipe = recipes[kinds.of(alike[0])]
-        route = choose_route(alike[0], recipe, execution)
-        if route is Route.SHARDED:
-            recipe = recipe.in_gram_space()
-        limit = _at_once(alike[0], recipe, execution, in_flight=execution.max_in_flight)
-        rounds: dict[int, list[Matrix]] = {}
-        taken = [0] * len(team)
-        for matrix in alike:
-            owner = owner_of[id(matrix)]
-            rounds.setdefault(taken[owner] // limit, []).append(matrix)
-            taken[owner] += 1
-        for content in rounds.values():
-            parameter = content[0].parameter
-            buckets.append(
-                Bucket(
-                    number=0,
-                    group=parameter.group,
-                    matrices=tuple(content),
-                    wide_shape=content[0].wide_shape,
-                    device=parameter.device,
-                    recipe=recipe,
-                    route=route,
-                    team=team,
-                    owners=tuple(owner_of[id(matrix)] for matrix in content),
-                )
-            )
-    return buckets

@@ -20,8 +20,9 @@ _MOST_RANKS = (
 def choose_route(matrix: Matrix, recipe: Recipe, execution: Execution) -> Route:
     """Choose how a shared matrix is computed.
 
-    By itself, the sharded route is taken only where the cost model says it wins, and where bits need not be the same on
-    every layout: it adds in another order than one device would.
+    By itself, the sharded route is taken only where it moves fewer bytes (a Gram matrix does not shrink with the ranks,
+    a rank's part of the matrix does), the cost model says it wins, and bits need not be the same on every layout: it
+    adds in another order than one device would.
 
     Args:
         matrix: A shared matrix.
@@ -44,8 +45,9 @@ def choose_route(matrix: Matrix, recipe: Recipe, execution: Execution) -> Route:
             do = "Shard the long side, or leave the route out"
             raise ValueError(message(f"parameter {matrix.name!r}", found=found, do=do))
         return Route.SHARDED
+    m, n = matrix.wide_shape
     exact = execution.layout_invariant or matrix.parameter.device.type == "cpu"
-    if exact or recipe.form == "svd" or ranks > _MOST_RANKS or not gram_pays(matrix, recipe):
+    if exact or recipe.form == "svd" or ranks * m >= n or not gram_pays(matrix, recipe):
         return Route.OWNED
     return Route.SHARDED if is_cut_along_the_long_side(matrix) else Route.OWNED
 

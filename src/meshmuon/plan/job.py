@@ -14,7 +14,8 @@ from meshmuon.layout.matrices import copy_of
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.shard_layout import ShardLayout, held, length
-from meshmuon.plan.bucket import Plan, PolarSettings, build_plan
+from meshmuon.plan.bucket import Plan
+from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.plan.calibration import ADAMW_BYTES, STEP_BYTES, Work
 from meshmuon.plan.forecast import BucketCost, Stage, can_reduce, gathered, reduced, stages_of
 from meshmuon.plan.hardware import Hardware

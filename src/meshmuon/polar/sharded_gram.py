@@ -37,7 +37,8 @@ def local_gram(x: Tensor) -> tuple[Tensor, Tensor]:
     peak = wide.abs().amax(dim=(-2, -1))
     exponent = torch.frexp(peak).exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     scaled = wide * torch.ldexp(torch.ones_like(peak), -exponent)[:, None, None]
-    return torch.bmm(scaled, scaled.mT), exponent.to(torch.float32)
+    precise = scaled.to(torch.float64) if scaled.device.type == "cpu" else scaled  # summed before it is rounded
+    return torch.bmm(precise, precise.mT).to(torch.float32), exponent.to(torch.float32)
 
 
 def added_grams(grams: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,8 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
     """
     square = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
     inverse = torch.where(square > 0, square.rsqrt(), torch.ones_like(square))
-    r = gram * inverse.square()[:, None, None]
+    # Factors in fp32 are iterated on in fp64: m×m is small, and squares of small singular values need the room.
+    r = (gram * inverse.square()[:, None, None]).to(torch.float64 if recipe.dtype == torch.float32 else torch.float32)
     factors = []
     for segment in split_at(recipe.schedule, recipe.restarts):
         q = factor(r, segment, _OPERATIONS)
@@ -78,7 +80,7 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
         # transpose is as good as q, one triangle of it mirrored is not (2e-2 against 7e-4 on a power law).
         q = ((q + q.mT) / 2).to(recipe.dtype)
         factors.append(q)
-        wide = q.to(torch.float32)  # as the ranks will apply it
+        wide = q.to(r.dtype)  # as the ranks will apply it
         r = torch.bmm(torch.bmm(wide, r), wide)
     return factors, inverse
 

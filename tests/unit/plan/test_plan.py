@@ -13,7 +13,8 @@ from meshmuon.layout.matrix_view import WHOLE, MatrixView
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.shard_layout import Cut, ShardLayout, length
 from meshmuon.plan.assign import assign_owners, balance
-from meshmuon.plan.bucket import PolarSettings, build_plan, bytes_sent
+from meshmuon.plan.bucket import bytes_sent
+from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.plan.fingerprint import digest, fingerprint
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import resolve_schedule
