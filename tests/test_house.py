@@ -21,7 +21,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"__init__"},  # `import meshmuon`: everything public
-    {"muon", "planner"},
+    {"muon", "planner", "sharded_polar"},
     {"preparation"},
     {"routing", "groups", "checkpoint"},
     {"runtime"},

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from meshmuon.muon import Muon
     from meshmuon.planner import plan_for
     from meshmuon.polar.coefficients import polar_express
-    from meshmuon.polar.orthogonalize import orthogonalize
     from meshmuon.routing import param_groups
+    from meshmuon.sharded_polar import orthogonalize
     from meshmuon.update.scale import convert_lr, scale_factor
 
 __version__ = "0.1.0"
@@ -63,7 +63,7 @@ _HOMES = {
     "View": "meshmuon.layout.matrix_view:MatrixView",
     "convert_lr": "meshmuon.update.scale:convert_lr",
     "megatron_shards": "meshmuon.layout.plain:megatron_shards",
-    "orthogonalize": "meshmuon.polar.orthogonalize:orthogonalize",
+    "orthogonalize": "meshmuon.sharded_polar:orthogonalize",
     "param_groups": "meshmuon.routing:param_groups",
     "plan_for": "meshmuon.planner:plan_for",
     "polar_express": "meshmuon.polar.coefficients:polar_express",

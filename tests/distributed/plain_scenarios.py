@@ -7,13 +7,15 @@ import dataclasses
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmuon import Muon, Sharded
+from meshmuon import Muon, Sharded, orthogonalize
 from meshmuon.testing import Replay
 from meshmuon.update import apply, fused
 from tests.distributed.fault_scenarios import on_mesh
-from tests.distributed.scenarios import EXPERTS, PARAMETERS, STEPS, groups_for, result_of, tensor_for
+from tests.distributed.scenarios import EXPERTS, PARAMETERS, STEPS, groups_for, result_of, shard, tensor_for, whole
 
 REPLICATED = PARAMETERS | EXPERTS
 
@@ -104,11 +106,11 @@ def shards(settings, sabotage=None):
     dist.all_gather_object(every, mine)
     if sabotage == "wrong order":
         every = every[-1:] + every[:-1]
-    whole = {}
+    together = {}
     for key in mine:
         _, _, dim, parts = table[key.split(".")[0]]
-        whole[key] = uncut([each[key] for each in every], dim, parts, ranks)
-    return whole, str(opt)
+        together[key] = uncut([each[key] for each in every], dim, parts, ranks)
+    return together, str(opt)
 
 
 def _see_ranks_twice():
@@ -211,3 +213,32 @@ def blockwise(settings):
         opt.step()
         alone.step()
     return (weight.detach()._local_tensor - mine.detach()).abs().max().item(), str(opt)
+
+
+def orthogonalized(kind):
+    """The polar factor of matrices that ranks hold together, put together again; and the whole ones."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    full = tensor_for("gradient", "w", (3, 4 * ranks, 5 * ranks), torch.float32)
+    if kind == "dtensor":
+        mesh = init_device_mesh("cpu", (ranks,))
+        x = shard(full, mesh, [Shard(1)])
+        before = x._local_tensor.clone()
+        got = orthogonalize(x)
+        assert got.placements == x.placements and torch.equal(x._local_tensor, before)
+        return whole(got), full
+    dim = {"rows": 1, "columns": 2}[kind]
+    mine = cut(full, dim, None, rank, ranks)
+    got = orthogonalize(mine, sharded=Sharded(dim, dist.group.WORLD))
+    every = [None] * ranks
+    dist.all_gather_object(every, got)
+    return uncut(every, dim, None, ranks), full
+
+
+def orthogonalized_otherwise():
+    """Ranks that do not ask for the same."""
+    try:
+        steps = 4 if dist.get_rank() == 1 else 5
+        orthogonalize(torch.randn(4, 6), sharded=Sharded(0, dist.group.WORLD), steps=steps)
+    except RuntimeError as error:
+        return type(error).__name__
+    return "nothing"

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from meshmuon import orthogonalize
 from tests.distributed import plain_scenarios
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.2}
@@ -91,3 +92,14 @@ def test_blockwise_is_the_same_as_blocks_of_their_own_and_says_so(pool):
     for difference, text in pool(3).run(plain_scenarios.blockwise, {}):
         assert difference < 1e-6
         assert "different algorithm" in text and "blockwise" in text
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "rows", "columns"])
+def test_orthogonalize_gives_cut_matrices_the_bits_of_whole_ones(pool, kind):
+    for got, full in pool(3).run(plain_scenarios.orthogonalized, kind):
+        assert torch.equal(got, orthogonalize(full))
+        assert not torch.equal(got, orthogonalize(full + 1e-3)), "another matrix has another polar factor"
+
+
+def test_orthogonalize_with_different_arguments_is_noticed(pool):
+    assert set(pool(3).run(plain_scenarios.orthogonalized_otherwise)) == {"PlanMismatchError"}

@@ -73,6 +73,35 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Tell whether a tensor says itself how it lies on a mesh.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        True for a DTensor.
+    """
+    return isinstance(tensor, DTensor)
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Give this rank's part of a result the layout of another tensor.
+
+    Args:
+        tensor: The tensor that says how it lies.
+        part: What this rank holds of the result.
+
+    Returns:
+        A DTensor like the first, or the part itself if that is plain.
+    """
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def placements(tensor: Tensor) -> tuple[Any, ...] | str:
     """Say how a tensor lies on its mesh.
 

@@ -175,9 +175,6 @@ def orthogonalize(
         ValueError: If an argument is out of range.
         TypeError: If x is not a floating-point tensor.
     """
-    if hasattr(x, "device_mesh"):
-        do = "Pass what this rank holds, x.to_local(), if these are whole matrices; else x.full_tensor()"
-        raise TypeError(message("x", found="a DTensor", do=do))
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
         raise TypeError(message("x", found=_kind(x), do="Pass a dense floating-point tensor of shape (..., m, n)"))
     if x.ndim < 2:
