@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshmuon.config import Execution
 from meshmuon.errors import message
 from meshmuon.layout.matrices import copies_of, matrices_of
-from meshmuon.layout.records import Matrix, ParameterRecord
+from meshmuon.layout.records import Matrix, ParameterRecord, Share
 from meshmuon.plan.assign import assign_owners
 from meshmuon.plan.bucket import Bucket, Plan, workspace_bytes
 from meshmuon.plan.cost import sharing_pays
@@ -60,11 +61,9 @@ def build_plan(
         do = "Look at the reasons with allow_no_muon=True and print(opt), or change them with overrides="
         raise ValueError(message("params", found=found, do=do))
     elementwise = tuple(parameter for parameter in parameters if parameter.routing.algorithm == "adamw")
-    matrices = [
-        matrix
-        for parameter in muon
-        for matrix in _matrices(parameter, polar=polar, execution=execution, asked=split_replicas, rank=rank)
-    ]
+    every = [_Found.of(parameter, rank=rank) for parameter in muon]
+    shares = _worth_sharing(every, polar=polar, execution=execution, asked=split_replicas)
+    matrices = [matrix for one, share in zip(every, shares, strict=True) for matrix in one.shared(share, rank=rank)]
     kinds = _Kinds()
     recipes = {kinds.of(one): _recipe(one, polar=polar, execution=execution) for one, *_ in _alike(matrices, kinds)}
     shared = any(matrix.share is not None for matrix in matrices)
@@ -99,24 +98,53 @@ def _waves(
     return tuple(tuple(dataclasses.replace(bucket, number=next(numbers)) for bucket in wave) for wave in waves)
 
 
-def _matrices(
-    parameter: ParameterRecord, *, polar: Mapping[int, PolarSettings], execution: Execution, asked: bool, rank: int
-) -> Sequence[Matrix]:
-    """The matrices of a parameter; shared by all its replicas where that was asked for, or pays."""
-    matrices = matrices_of(parameter, rank=rank)
-    copies = copies_of(parameter, rank=rank)
-    alone = len(copies) == 1 or execution.share_replicas == "never" or parameter.mode == "blockwise"
-    if alone and not execution.syncs:
-        return matrices
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The matrices of a parameter as this rank sees them, and the replicas of what it holds."""
 
-    def pays(matrix: Matrix) -> bool:
+    parameter: ParameterRecord
+    matrices: tuple[Matrix, ...]
+    copies: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, parameter: ParameterRecord, *, rank: int) -> _Found:
+        return cls(parameter, matrices_of(parameter, rank=rank), copies_of(parameter, rank=rank))
+
+    def shared(self, share: bool, *, rank: int) -> Sequence[Matrix]:
+        """The matrices, shared by all replicas or not."""
+        if not share:
+            return self.matrices
+        split = matrices_of(self.parameter, rank=rank, split_replicas=True)
+        return [
+            dataclasses.replace(m, share=dataclasses.replace(m.share, copies=self.copies)) for m in split if m.share
+        ]
+
+
+def _worth_sharing(
+    found: Sequence[_Found], *, polar: Mapping[int, PolarSettings], execution: Execution, asked: bool
+) -> list[bool]:
+    """Whether replicas share the matrices of each parameter: where that was asked for, or pays."""
+    # Counted among parameters that the same ranks hold in the same way, so that all of them count the same.
+    counts: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for one in found:
+        counts[one.copies] += sum(matrix.count for matrix in one.matrices)
+
+    def pays(one: _Found, matrix: Matrix) -> bool:
         recipe = _recipe(matrix, polar=polar, execution=execution)
-        return sharing_pays(recipe, matrix.wide_shape, copies=len(copies), device=parameter.device)
+        shared = dataclasses.replace(matrix, share=Share((0, matrix.shape[0]), (0, matrix.shape[1]), one.copies))
+        if workspace_bytes(shared, recipe) > execution.workspace_bytes:
+            return False  # an owner sends the result to every replica at once
+        each = counts[one.copies] / len(one.copies[0])
+        return sharing_pays(recipe, matrix.wide_shape, copies=len(one.copies), each=each, device=one.parameter.device)
 
-    if execution.share_replicas == "auto" and not asked and not all(map(pays, matrices)):
-        return matrices
-    split = matrices_of(parameter, rank=rank, split_replicas=True)
-    return [dataclasses.replace(m, share=dataclasses.replace(m.share, copies=copies)) for m in split if m.share]
+    def decide(one: _Found) -> bool:
+        if execution.syncs:
+            return True  # even one process takes this way
+        if len(one.copies) == 1 or execution.share_replicas == "never" or one.parameter.mode == "blockwise":
+            return False
+        return execution.share_replicas == "always" or asked or all(pays(one, matrix) for matrix in one.matrices)
+
+    return [decide(one) for one in found]
 
 
 class _Kinds:

@@ -40,21 +40,24 @@ def machine_of(device: torch.device) -> Machine:
     return _CPU if device.type == "cpu" else _GPU
 
 
-def sharing_pays(recipe: Recipe, shape: tuple[int, int], *, copies: int, device: torch.device) -> bool:
+def sharing_pays(recipe: Recipe, shape: tuple[int, int], *, copies: int, each: float, device: torch.device) -> bool:
     """Tell whether replicas should each compute a part of the matrices and send the others the results.
 
-    Sharing saves (copies - 1) / copies of the operations of a rank, and brings every result to the other copies.
+    An owner computes fewer matrices then, but at least one, and sends each result to every other copy.
 
     Args:
         recipe: How a matrix is computed.
         shape: (short side, long side).
         copies: Number of replicas.
+        each: How many such matrices a rank computes if replicas do not share.
         device: Where it is computed.
 
     Returns:
-        True if the operations saved take longer than the transfer.
+        True if that takes less time.
     """
     machine = machine_of(device)
-    saved = recipe.flops(*shape) / machine.flops
-    travel = shape[0] * shape[1] * recipe.dtype.itemsize / machine.bandwidth
-    return copies > 1 and saved > travel
+    compute = recipe.flops(*shape) / machine.flops
+    travel = (copies - 1) * shape[0] * shape[1] * recipe.dtype.itemsize / machine.bandwidth
+    alone = max(1.0, each) * compute
+    shared = max(1.0, each / copies) * (compute + travel)
+    return copies > 1 and shared < alone
