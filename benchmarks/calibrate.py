@@ -7,8 +7,10 @@ python -m benchmarks.calibrate
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -49,9 +51,15 @@ POLAR = [
     Measured(4, 4096, 4096, "standard", 16.8),
     Measured(4, 4096, 4096, "gram", 16.7),
 ]
-# Whole steps of Muon on one H200, ms: workload of benchmarks/workloads.py → median. Fitted on the first two, tried on
-# the rest. To be filled from `python -m benchmarks.bench_step` on the device.
-STEPS: dict[str, float] = {}
+# Whole steps of Muon on one H200, ms: medians of `python -m benchmarks.bench_step` (results/h200-step.json). Fitted on
+# two, tried on the others.
+STEPS: dict[str, float] = {
+    name: row["optimizers"]["meshmuon.Muon"]["ms"]
+    for name, row in json.loads(Path(__file__).with_name("results").joinpath("h200-step.json").read_text())[
+        "results"
+    ].items()
+    if name in GPU
+}
 FITTED_ON = ("gpt2-124m", "llama-8b/4")
 
 
