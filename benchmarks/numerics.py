@@ -137,8 +137,9 @@ How to read it:
 - In bf16, and with eight or ten steps also in fp16, rounding noise in directions where the input has nothing is
   lifted as well: a rank-1 input comes out with a large distance although its leading direction is right. It stays
   bounded.
-- The Gram form equals the standard one to three digits in every dtype, because it restarts as often as the dtype needs
-  (fp16: once in five steps, bf16: twice, fp32: never).
+- The Gram form is as close as the standard one on Gaussian inputs in every dtype, because it restarts as often as the
+  dtype needs (in five steps fp16: once, bf16: twice, fp32: never). Where singular values span more than the dtype can
+  square, its rows differ: it iterates on their squares.
 
 {chr(10).join(lines)}
 """

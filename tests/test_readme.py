@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.table import table
 
 import meshmuon
 from meshmuon.cli.gpt import GPT, GPTConfig
@@ -47,3 +48,7 @@ def test_the_conversions_of_the_learning_rate_page():
     assert len(calls) >= 2
     for call, shown in calls:
         assert eval(call, {"convert_lr": meshmuon.convert_lr}) == pytest.approx(float(shown), rel=5e-3)
+
+
+def test_the_speed_table_is_made_from_the_results():
+    assert table() in README

@@ -181,7 +181,8 @@ class Muon(Optimizer):
                 loss = closure()
         ready = self._ready()
         with ready.peers.together():
-            ready.peers.meet()
+            if ready.peers.meet():
+                ready.peers.compare_values(self._tensors.checksums(ready.plan))
             verdict = self._agreement.check(
                 self._tensors.watched(ready.plan),
                 peers=ready.peers,
@@ -215,12 +216,8 @@ class Muon(Optimizer):
                 updates.prepare(bucket, matrices, ApplyRule.of(self.param_groups[bucket.group], proceed=flag))
 
         self._graphs.run(
-            (
-                id(ready),
-                self._unscale() is None,
-                self._tensors.addresses(ready.plan),
-                fixed_settings(self.param_groups),
-            ),
+            ready.plan,
+            (self._unscale() is None, self._tensors.addresses(ready.plan), fixed_settings(self.param_groups)),
             flag=flag,
             eager=lambda proceed: self._take_step(ready, proceed),
             prepare=prepare,

@@ -65,6 +65,29 @@ def replicas(settings, sabotage=None, group=None):
     return result_of(params, opt), str(opt)
 
 
+def unlike_replicas(**settings):
+    """Tensors that were said to be the same, and are not: another rank's expert."""
+    same, own = torch.ones(6, 8), torch.full((6, 8), 1.0 + dist.get_rank())
+    params = {"same": (nn.Parameter(same), {}), "own": (nn.Parameter(own), {})}
+    opt = Muon(groups_for(params), **settings)
+    for tensor, _ in params.values():
+        tensor.grad = torch.randn(6, 8)
+    before = own.clone()
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", torch.equal(before, params["own"][0].detach())
+    return "nothing", False
+
+
+def unlike_in_process_group():
+    return unlike_replicas(process_group=dist.group.WORLD)
+
+
+def unlike_in_grad_sync():
+    return unlike_replicas(grad_sync="optimizer")
+
+
 def replicas_alone(settings):
     params = {n: (nn.Parameter(tensor_for("parameter", n, s, torch.float32)), v) for n, (s, v) in REPLICATED.items()}
     return _train_whole(params, settings)

@@ -31,6 +31,13 @@ def test_replicas_with_gradients_of_their_own_are_noticed(pool):
     assert any("medium" in differing(expected, each) for each in got)
 
 
+@pytest.mark.parametrize("how", [plain_scenarios.unlike_in_process_group, plain_scenarios.unlike_in_grad_sync])
+def test_tensors_that_are_no_replicas_are_noticed_before_anything_changes(pool, how):
+    for error, unchanged in pool(3).run(how):
+        assert error.startswith("PlanMismatchError") and "'own'" in error and "'same'" not in error
+        assert unchanged
+
+
 def test_every_matrix_is_computed_by_one_replica(pool):
     answers = pool(3).run(plain_scenarios.count_owned, {})
     assert sum(here for here, _ in answers) == answers[0][1]

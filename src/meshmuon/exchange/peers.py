@@ -129,17 +129,21 @@ class Peers:
         hashes = [zlib.crc32(words.encode()) >> 1 for words in self._settings()]
         return [hashes[parameter.group] for parameter in self._plan.parameters]
 
-    def meet(self, *, again: bool = False) -> None:
+    def meet(self, *, again: bool = False) -> bool:
         """Make the process groups and prove that all peers have the same plan. Once; later calls do nothing.
 
         Args:
             again: Whether to prove it once more, because a peer has said that it has a new plan or other settings.
 
+        Returns:
+            Whether this was the first meeting.
+
         Raises:
             PlanMismatchError: Names the first parameter that differs and the ranks. Nothing was changed anywhere.
         """
         if self._met and not again:
-            return
+            return False
+        first = not self._met
         if self._before is not None:
             self._before.announce_new_plan()
         self._groups.ensure(set(self._assemblies))
@@ -155,6 +159,7 @@ class Peers:
                 self._compare(team, lines)
         self._before = None
         self._met = True
+        return first
 
     def _connected(self) -> Ranks:
         """All ranks that several meshes connect with this one, through ranks they share; nobody for one mesh."""
@@ -177,6 +182,26 @@ class Peers:
         texts: list[list[str]] = [[] for _ in ranks]
         dist.all_gather_object(texts, lines, group=group)
         raise PlanMismatchError(_difference(ranks, texts))
+
+    def compare_values(self, checksums: Tensor | None) -> None:
+        """Prove that ranks that were said to hold the same tensors do.
+
+        Args:
+            checksums: One for each parameter, int32, 0 where nothing was said; None if nothing was said of any.
+
+        Raises:
+            PlanMismatchError: Names the parameters that differ. Nothing was changed anywhere.
+        """
+        if checksums is None or self.alone:
+            return
+        most, minus_least = self.combine(torch.stack([checksums, -checksums]))
+        odd = [
+            p.name for p, differs in zip(self._plan.parameters, (most != -minus_least).tolist(), strict=True) if differs
+        ]
+        if odd:
+            found = "not the same numbers on all ranks of process_group, which was said to hold replicas"
+            do = "Start all ranks from the same weights; make what is a rank's own (experts) DTensors, or leave it out"
+            raise PlanMismatchError(message(f"parameter {some(map(repr, odd))}", found=found, do=do))
 
     def announce_new_plan(self) -> None:
         """Tell peers that may still have the old plan, in the words they expect at the start of a step."""

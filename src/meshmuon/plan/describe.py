@@ -153,6 +153,8 @@ def _travel(plan: Plan) -> list[str]:
         costs = [bucket.cost for bucket in buckets for _ in bucket.matrices]
         owners = [owner for bucket in buckets for owner in bucket.owners]
         sent = sum(bytes_sent(bucket, plan.rank) for bucket in buckets)
+        if plan.execution.syncs:
+            sent += contributions_sent(plan, team)
         cut = sum(len(bucket.matrices) for bucket in buckets if bucket.route is Route.SHARDED)
         stay = f" ({cut} stay where they are: only their Gram matrices travel, not to the last bit)" if cut else ""
         lines.append(
@@ -161,6 +163,27 @@ def _travel(plan: Plan) -> list[str]:
             f"owner balance {balance(costs, owners, len(team)):.2f} (largest load / mean)"
         )
     return lines
+
+
+def contributions_sent(plan: Plan, team: tuple[int, ...]) -> int:
+    """Count what a rank sends where the optimizer averages gradients: these to owners, and AdamW's results to everyone.
+
+    Args:
+        plan: The plan.
+        team: The ranks that share the work.
+
+    Returns:
+        Bytes; directions do not count.
+    """
+    member = team.index(plan.rank)
+    total = 0
+    for bucket in plan.buckets:
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            total += (owner != member) * math.prod(matrix.shape) * matrix.parameter.dtype.itemsize
+    for flat in plan.flat:
+        own = flat.spread[member]
+        total += (sum(flat.spread) - own + own * (len(team) - 1)) * flat.dtype.itemsize
+    return total
 
 
 def _repeated(plan: Plan) -> list[str]:

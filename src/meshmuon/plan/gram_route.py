@@ -12,10 +12,6 @@ from meshmuon.plan.cost import machine_of
 from meshmuon.plan.route import Route
 from meshmuon.polar.orthogonalize import Recipe
 
-_MOST_RANKS = (
-    64  # beyond, moving the matrix is always cheaper: bytes per rank fall with the ranks, a Gram matrix does not
-)
-
 
 def choose_route(matrix: Matrix, recipe: Recipe, execution: Execution) -> Route:
     """Choose how a shared matrix is computed.

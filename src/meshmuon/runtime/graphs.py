@@ -44,9 +44,11 @@ class StepGraphs:
     def __init__(self) -> None:
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: Counter[Hashable] = Counter()
+        self._plan: Plan | None = None
 
     def run(
         self,
+        plan: Plan,
         key: Hashable,
         *,
         flag: Tensor | None,
@@ -57,12 +59,17 @@ class StepGraphs:
         """Take a step: by a graph that was captured for this key, or eagerly until a key has come back.
 
         Args:
-            key: Everything the launches depend on, besides live numbers.
+            plan: What is launched; the graphs of an earlier one are let go.
+            key: Everything else the launches depend on, besides live numbers.
             flag: The device flag of this step.
             eager: Takes the step without a graph.
             prepare: Brings live numbers up to date, and tables if asked to, outside of any graph.
             launch: Takes the step with prepared updates; captured.
         """
+        if plan is not self._plan:
+            self._plan = plan
+            self._captured.clear()
+            self._seen.clear()
         captured = self._captured.get(key)
         if captured is None:
             self._seen[key] += 1
@@ -109,7 +116,8 @@ def fixed_settings(param_groups: Sequence[Mapping[str, Any]]) -> str:
     words = []
     for group in param_groups:
         live = _LIVE[group["algorithm"]]
-        words.append(f"{bool(group['weight_decay'])}")
+        lr = group["lr"]  # one that is a tensor on the device is read where it lies
+        words.append(f"{bool(group['weight_decay'])} {lr.data_ptr() if isinstance(lr, Tensor) else ''}")
         words += [f"{key}={value!r}" for key, value in group.items() if key not in live and key not in _NO_SETTINGS]
     return " ".join(words)
 
