@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help train test test-slow lint format bench numerics planning setup clean
+.PHONY: help train test test-slow test-gpu lint format bench numerics planning setup clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -16,6 +16,9 @@ test: lint       ## ruff, mypy and pytest (what CI runs)
 
 test-slow: $(READY) ## the full grids, run before an issue is called resolved
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(READY) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(READY)   ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks
