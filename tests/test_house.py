@@ -21,6 +21,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"__init__"},  # `import meshmuon`: everything public
+    {"importers"},
     {"muon", "planner", "sharded_polar"},
     {"preparation"},
     {"routing", "groups", "checkpoint"},

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         NonFiniteGradientWarning,
         PlanMismatchError,
     )
+    from meshmuon.importers import ImportReport, export_torch_state, load_foreign_state
     from meshmuon.layout.matrix_view import MatrixView as View
     from meshmuon.layout.plain import Sharded, megatron_shards
     from meshmuon.muon import Muon
@@ -33,6 +34,7 @@ __all__ = [
     "BrokenOptimizerError",
     "CheckpointError",
     "GradientMismatchError",
+    "ImportReport",
     "Muon",
     "NonFiniteGradientError",
     "NonFiniteGradientWarning",
@@ -41,6 +43,8 @@ __all__ = [
     "Sharded",
     "View",
     "convert_lr",
+    "export_torch_state",
+    "load_foreign_state",
     "megatron_shards",
     "orthogonalize",
     "param_groups",
@@ -54,6 +58,7 @@ _HOMES = {
     "BrokenOptimizerError": "meshmuon.errors:BrokenOptimizerError",
     "CheckpointError": "meshmuon.errors:CheckpointError",
     "GradientMismatchError": "meshmuon.errors:GradientMismatchError",
+    "ImportReport": "meshmuon.importers:ImportReport",
     "Muon": "meshmuon.muon:Muon",
     "NonFiniteGradientError": "meshmuon.errors:NonFiniteGradientError",
     "NonFiniteGradientWarning": "meshmuon.errors:NonFiniteGradientWarning",
@@ -62,6 +67,8 @@ _HOMES = {
     "Sharded": "meshmuon.layout.plain:Sharded",
     "View": "meshmuon.layout.matrix_view:MatrixView",
     "convert_lr": "meshmuon.update.scale:convert_lr",
+    "export_torch_state": "meshmuon.importers:export_torch_state",
+    "load_foreign_state": "meshmuon.importers:load_foreign_state",
     "megatron_shards": "meshmuon.layout.plain:megatron_shards",
     "orthogonalize": "meshmuon.sharded_polar:orthogonalize",
     "param_groups": "meshmuon.routing:param_groups",
