@@ -1,6 +1,6 @@
 """What the optimizer costs of a real training step: GPT in bf16 with torch.compile, Muon beside fused AdamW, one GPU.
 
-python -m benchmarks.bench_training [--sizes 124m 0.5b] [--tokens 32768] [--json FILE]
+python -m benchmarks.bench_training [--sizes 124m 0.5b] [--tokens 32768] [--accumulate 1] [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def measure(config: GPTConfig, make: Callable[[nn.Module], torch.optim.Optimizer], *, tokens: int) -> dict[str, float]:
+def measure(
+    config: GPTConfig, make: Callable[[nn.Module], torch.optim.Optimizer], *, tokens: int, accumulate: int
+) -> dict[str, float]:
     torch.manual_seed(0)
     model = GPT(config).cuda()
     optimizer = make(model)
@@ -46,7 +48,8 @@ def measure(config: GPTConfig, make: Callable[[nn.Module], torch.optim.Optimizer
         loss.backward()
 
     def step() -> None:
-        backward()
+        for _ in range(accumulate):
+            backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -60,14 +63,15 @@ def measure(config: GPTConfig, make: Callable[[nn.Module], torch.optim.Optimizer
         "training step ms": total,
         "optimizer ms": alone,
         "parameters": parameters,
-        "tokens": batch * config.context,
+        "tokens": accumulate * batch * config.context,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of one step")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of one backward pass")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes of one step")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -77,7 +81,9 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()
-            row = results[size][name] = measure(SIZES[size], make, tokens=arguments.tokens)
+            row = results[size][name] = measure(
+                SIZES[size], make, tokens=arguments.tokens, accumulate=arguments.accumulate
+            )
             print(
                 f"{size:6s} {row['parameters'] / 1e6:6.0f} M, {row['tokens']:.0f} tokens  {name:16s} "
                 f"training step {row['training step ms']:8.1f} ms, optimizer {row['optimizer ms']:6.2f} ms "
