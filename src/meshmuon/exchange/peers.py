@@ -199,6 +199,7 @@ class Peers:
             p.name for p, differs in zip(self._plan.parameters, (most != -minus_least).tolist(), strict=True) if differs
         ]
         if odd:
+            self._met = False  # the next step asks again
             found = "not the same numbers on all ranks of process_group, which was said to hold replicas"
             do = "Start all ranks from the same weights; make what is a rank's own (experts) DTensors, or leave it out"
             raise PlanMismatchError(message(f"parameter {some(map(repr, odd))}", found=found, do=do))
