@@ -1,5 +1,7 @@
 """A rank that dies or fails in the middle: every survivor hears of it in time, and nobody trusts what is left."""
 
+import re
+
 import pytest
 
 from meshmuon.testing.ranks import RankPool
@@ -44,7 +46,8 @@ def test_every_survivor_raises_and_refuses_from_then_on(lost, when):
     for ok, records in survivors:
         assert ok, records
         assert_broken(records["step"])
-        assert f"no answer from rank {RANKS - 1} " in records["step"]["message"]
+        # Others may not answer yet: they notice when their own wait ends.
+        assert re.search(rf"no answer yet from rank [\d, ]*\b{RANKS - 1}\b", records["step"]["message"])
         for action in ("step again", "state_dict"):
             assert_broken(records[action])
             assert records[action]["changed"] == [] and records[action]["seconds"] < 1

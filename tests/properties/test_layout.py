@@ -29,6 +29,12 @@ QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
 
 
+class FakeMesh(SimpleNamespace):
+    """As much of a DeviceMesh as layouts read; of a class of its own, so that it can be referred to weakly."""
+
+    __hash__ = object.__hash__
+
+
 def indices(intervals):
     return [i for start, stop in intervals for i in range(start, stop)]
 
@@ -159,7 +165,7 @@ def test_layouts_are_read_off_placements(case, random):
     negative = [Shard(p.dim - len(shape)) if isinstance(p, Shard) and random.random() < 0.5 else p for p in placements]
 
     class Fake:  # stands for a DTensor, which cannot be made without processes
-        device_mesh = SimpleNamespace(
+        device_mesh = FakeMesh(
             ndim=len(mesh_shape), size=lambda axis: mesh_shape[axis], mesh=torch.tensor(ranks).view(mesh_shape)
         )
 

@@ -119,7 +119,7 @@ class Peers:
             self._health.broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self._health.incidents += 1
             silent = silent_ranks(sorted(set().union(*self._assemblies)), incident=self._health.incidents)
-            gone = f"no answer from rank {some(map(str, silent))}" if silent else "a peer is gone or failed"
+            gone = f"no answer yet from rank {some(map(str, silent))}" if silent else "a peer is gone or failed"
             found = f"a step failed on rank {self._plan.rank}, {gone} ({self._health.broken})"
             do = "Parameters may be half updated: reload a checkpoint on all ranks"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
