@@ -81,7 +81,8 @@ class Muon(Optimizer):
         expert_keys: Words in the names of stacks of experts.
         state_dtype: Dtype of the momentum; None: the parameter's own.
         non_finite: What to do about NaN or inf in a gradient: "skip" the step and warn, "raise", or "ignore".
-        release_grads: Whether gradients are set to None once they have been read.
+        release_grads: Whether gradients are set to None once they have been read: the peak falls at least by those of
+            the buckets under way.
         layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, at some cost.
         process_group: The ranks that hold the same plain tensors and have averaged their gradients; they share the
             matrices. A `DistributedDataParallel` model supplies its own.

@@ -5,7 +5,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +46,26 @@ class LiveBytes(TorchDispatchMode):
                 del self.live[pointer]
             else:
                 self.live[pointer] = (size, holders - 1)
+
+
+def peaks_with_gradients(max_in_flight):
+    """Peaks of gradients and extra bytes together, without and with `release_grads`; gradients of the first bucket."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    peaks = []
+    for release in (False, True):
+        params = [torch.nn.Parameter(shard(torch.randn(96, 128), mesh, [Shard(0)])) for _ in range(24)]
+        groups = [{"params": params, "algorithm": "muon"}]
+        opt = Muon(groups, workspace_bytes=2**20, max_in_flight=max_in_flight, release_grads=release)
+        for _ in range(2):
+            counter = LiveBytes()
+            with counter:
+                for p in params:
+                    p.grad = DTensor.from_local(torch.ones_like(p._local_tensor), mesh, [Shard(0)], run_check=False)
+                opt.step()
+        peaks.append(counter.peak)
+        del counter
+    first = sum(params[0]._local_tensor.nbytes for _ in opt.plan.buckets[0].matrices)
+    return *peaks, first
 
 
 def peak_of_a_step(max_in_flight, workspace_bytes, release_grads=False):

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import Muon
+from meshmuon.plan.bucket import bytes_sent
+from meshmuon.plan.describe import contributions_sent
 from tests.distributed.fault_scenarios import on_mesh
 from tests.distributed.plain_scenarios import REPLICATED
 from tests.distributed.scenarios import STEPS, groups_for, tensor_for
@@ -112,7 +114,16 @@ def counted():
     total = sum(tensor.numel() for tensor, _ in params.values())
     muon = sum(tensor.numel() for tensor, view in params.values() if view != "adamw")
     owned = opt._ready().owned.numel
-    return {"sent": sum(sent), "total": total, "muon": muon, "owned": owned, "state": len(opt.state)}
+    plan, team = opt.plan, tuple(range(dist.get_world_size()))
+    planned = contributions_sent(plan, team) + sum(bytes_sent(bucket, rank) for bucket in plan.buckets)
+    return {
+        "sent": sum(sent),
+        "planned": planned,
+        "total": total,
+        "muon": muon,
+        "owned": owned,
+        "state": len(opt.state),
+    }
 
 
 def change_plan():

@@ -80,6 +80,7 @@ def test_bytes_and_state_are_what_was_promised(pool):
     answers = pool(ranks).run(scenarios.counted)
     total, muon = answers[0]["total"], answers[0]["muon"]
     assert sum(a["sent"] for a in answers) == 2 * (ranks - 1) * total * 4
+    assert all(a["sent"] == a["planned"] for a in answers), "and print(opt) says so"
     assert sum(a["owned"] for a in answers) == muon + 2 * (total - muon)
     assert all(a["state"] == 0 for a in answers), "no rank keeps what it does not own"
     assert max(a["owned"] for a in answers) < 0.6 * sum(a["owned"] for a in answers)

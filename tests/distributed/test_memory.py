@@ -19,3 +19,11 @@ def test_a_larger_workspace_is_used(pool):
     for peak, buckets in pool(2).run(memory.peak_of_a_step, 2, 2**30):
         assert buckets == 1
         assert peak > BUDGET
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_released_gradients_are_gone_when_their_bucket_is_under_way(pool, max_in_flight):
+    """The peak falls by the gradients of the first bucket at least: read, and let go before it is orthogonalized."""
+    for kept, released, first in pool(2).run(memory.peaks_with_gradients, max_in_flight):
+        assert first > 0
+        assert released <= kept - first

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshmuon.config import Algorithm, Execution
 from meshmuon.errors import message
-from meshmuon.groups.keys import ADAMW_KEYS, MUON_KEYS
+from meshmuon.groups.keys import ADAMW_KEYS, MUON_ARGUMENTS, MUON_KEYS
 
 _LATER_ARGUMENTS: dict[str, bool | str | None] = {
     "qk_clip": None,
@@ -49,6 +49,7 @@ _OTHERS_KEYS = {
     **dict.fromkeys(("adamw_weight_decay", "adamw_wd"), "weight_decay"),
     **dict.fromkeys(("adamw_lr", "adam_lr"), "lr"),
 }
+_GROUP_ONLY = tuple(key for key in MUON_KEYS if key not in MUON_ARGUMENTS)
 _ARGUMENTS = {field.name for field in fields(Execution)} | {"overrides", "expert_keys"}
 _NO_MESH = "Nothing is needed: meshes and layouts are read from the tensors"
 _WITHOUT_OURS = {
@@ -109,6 +110,8 @@ def _advice(name: str, known: Sequence[str]) -> str:
     """Say what was probably meant; never a word that would be refused in turn."""
     if name in _WITHOUT_OURS:
         return _WITHOUT_OURS[name]
+    if "params" in known and name in _GROUP_ONLY:
+        return f"It is said of a parameter group: edit meshmuon.param_groups(model), e.g. group[{name!r}] = ..."
     words = _OTHERS_WORDS if "params" in known else {**_OTHERS_WORDS, **_OTHERS_KEYS}
     meant = words.get(name, name)
     if meant not in known and meant in _ARGUMENTS:

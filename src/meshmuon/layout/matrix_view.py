@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from meshmuon.config import check_bool, check_integer, check_word
+from meshmuon.config import check_bool, check_integer, check_sizes, check_word
 from meshmuon.errors import message
 from meshmuon.layout.shard_layout import Interval, Intervals, flattened
 
@@ -134,7 +134,9 @@ class MatrixView:
         for name in ("experts", "flatten", "transposed"):
             check_bool(f"view {name}", getattr(self, name))
         for name in ("split_rows", "split_cols"):
-            object.__setattr__(self, name, _check_sizes(f"view {name}", getattr(self, name)))
+            sizes = getattr(self, name)
+            if sizes is not None:
+                object.__setattr__(self, name, check_sizes(f"view {name}", sizes))
         check_word("view heads_on", self.heads_on, get_args(Side))
         if self.heads is not None:
             check_integer("view heads", self.heads, low=1)
@@ -283,14 +285,6 @@ class MatrixView:
 
 def _equal(total: int, parts: int) -> tuple[int, ...] | None:
     return None if parts == 1 else (total // parts,) * parts
-
-
-def _check_sizes(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (tuple, list)) or not value:
-        raise TypeError(message(name, found=f"{value!r}", do="Use a tuple of sizes, e.g. (768, 768, 768)"))
-    return tuple(check_integer(name, size, low=1) for size in value)
 
 
 def _intervals(name: str, what: str, sizes: tuple[int, ...] | None, total: int) -> list[tuple[int, int]]:

@@ -235,7 +235,8 @@ def _check_group(subject: str, shard: object) -> None:
 
 def _check_member(subject: str, group: Any) -> None:
     if not isinstance(group, dist.ProcessGroup):
-        found = f"a {type(group).__name__}" if not isinstance(group, int) else "not a group of this rank"
+        # torch gives a number instead of a group to ranks that are not in it
+        found = "not a group of this rank" if type(group) is int else f"a {type(group).__name__}"
         do = "Pass a process group that this rank is a member of, e.g. mesh.get_group()"
         raise ValueError(message(subject, found=found, do=do))
     if dist.get_rank() not in mesh.ranks_of(group):

@@ -16,7 +16,7 @@ from meshmuon.polar.orthogonalize import Recipe
 SHORT_SIDES = (4096, 2048, 1024, 0)
 
 # Of our symmetric products: operations per second, counting one triangle, against those of cuBLAS on the whole product
-# (research/gpu-baselines.md, "A first probe", TMA, at 4096, 2048, 1408 and 768).
+# (benchmarks/NOTES.md, at 4096, 2048, 1408 and 768).
 _SYMMETRIC_RATE = (0.86, 0.80, 0.76, 0.56)
 
 # What the code does besides products. Change these together with the code, then fit again.
@@ -25,7 +25,7 @@ _ENTRY_CALLS = 12  # the same in calls
 _FUSED_ENTRY_BYTES = 6  # where kernels of ours do it: one pass to read and write, the norm came with the momentum
 _FUSED_ENTRY_CALLS = 2
 _SMALL_CALLS = 2  # by quadratic polynomial of a Gram matrix: the copy in baddbmm, and its diagonal; none in our kernels
-STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (research/gpu-baselines.md, its "floor")
+STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (the floor of benchmarks/workloads.py)
 ADAMW_BYTES = 28  # the same for AdamW: gradient and parameter, two moments read and written
 
 

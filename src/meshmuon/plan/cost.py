@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshmuon.plan.hardware import known_hardware
 from meshmuon.polar.orthogonalize import Recipe
 
 
@@ -22,9 +23,9 @@ class Machine:
     bandwidth: float
 
 
-# An H100/H200 in 16 bits with a 400 Gb/s network card, each at the efficiency that training jobs report; and a CPU core
-# behind 10 Gb/s. Sources: the vendors' data sheets.
-_GPU = Machine(flops=6e14, bandwidth=4e10)
+# Nodes of H200s for every GPU, and a CPU core behind 10 Gb/s.
+_H200 = known_hardware("h200")
+_GPU = Machine(flops=_H200.calibration.rates[0], bandwidth=_H200.across.useful)
 _CPU = Machine(flops=1e11, bandwidth=1e9)
 
 

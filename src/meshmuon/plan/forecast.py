@@ -216,7 +216,7 @@ def _cut_lengthwise(matrix: Matrix) -> bool:
 
 
 def reduced(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
-    """Cost a bucket on the Gram route, by formula: one round, packed triangles (distributed.md section 1, row E).
+    """Cost a bucket on the Gram route, by formula: one round, packed triangles.
 
     Every rank forms its part of the Gram matrix, the sum goes to owners in fp32, two factors come back in the dtype of
     the products and are applied to what each rank holds. Matrices that cannot take it go to their owners whole.

@@ -52,7 +52,7 @@ class Hardware:
     our_kernels: bool = True
 
 
-# Efficiencies: shared/research/distributed.md section 3 (assumed there: no run on several GPUs was made).
+# Efficiencies are assumed: no run on several GPUs was made.
 NVLINK_4 = Link("NVLink 4", 450e9, 0.80)  # 900 GB/s both ways: https://www.nvidia.com/en-us/data-center/h100/
 NVLINK_5 = Link("NVLink 5", 900e9, 0.80)  # 1.8 TB/s both ways: https://www.nvidia.com/en-us/data-center/nvlink/
 NETWORKS = {
@@ -62,7 +62,7 @@ NETWORKS = {
     "ethernet": Link("Ethernet 100 Gb/s", 12.5e9, 0.80),
 }
 
-# One H200. Rates are those of cuBLAS in gpu-baselines.md ("A first probe": sustained load, bf16, less 4 % for fp16) at
+# One H200. Rates are those of cuBLAS under sustained load (bf16, less 4 % for fp16) at
 # short sides of 4096, 2048, 1408 and 768; bandwidth is its device copy; a launch is the customary few microseconds.
 # `python -m benchmarks.calibrate` compares them with measurements of our own code and prints better ones: measured
 # numbers belong there, and what it prints belongs here.

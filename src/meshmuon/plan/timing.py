@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshmuon.plan.hardware import Hardware
 
-# shared/research/distributed.md section 3. Measured there: the host's cost of an uneven all-to-all. Assumed: the rest.
+# Measured: the host's cost of an uneven all-to-all. Assumed: the rest.
 _LAUNCH = 20e-6
 _HOP = 5e-6  # for each doubling of the team
 _MESSAGE = 1.5e-6  # for each peer of an all-to-all

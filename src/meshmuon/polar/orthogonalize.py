@@ -33,7 +33,7 @@ _DEFAULT_WORKSPACE = 2**30
 _ONE_BY_ONE_FROM = 64**3
 # Numbers a CPU should take through a step at a time: 1 MB in fp32, so that each pass finds them in the cache.
 _CACHED_NUMBERS = 2**18
-_LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
+LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
 _ORDINARY_NORMS = (2.0**-30, 2.0**30)  # whose squares stay far from fp32's ends
 
 
@@ -280,11 +280,23 @@ def normalised(x: Tensor, *, eps: float) -> Tensor:
         least, most = torch.aminmax(norm)
         if _ORDINARY_NORMS[0] <= least and most <= _ORDINARY_NORMS[1]:
             return x / norm
-    peak = torch.maximum(x.amax(dim=(-2, -1), keepdim=True), -x.amin(dim=(-2, -1), keepdim=True))
-    exponent = torch.frexp(peak).exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    x = x * torch.ldexp(torch.ones_like(peak), -exponent)
+    x = x * power_of_two(x)[0]
     norm = _norms(x)
     return x.div_(torch.where(norm > 0, norm, eps))
+
+
+def power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the power of two that brings the largest element of each matrix into [1/2, 1).
+
+    Args:
+        x: (batch, m, n), fp32 or fp64, not empty.
+
+    Returns:
+        2^-e and e, both (batch, 1, 1).
+    """
+    peak = torch.maximum(x.amax(dim=(-2, -1), keepdim=True), -x.amin(dim=(-2, -1), keepdim=True))
+    exponent = torch.frexp(peak).exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return torch.ldexp(torch.ones_like(peak), -exponent), exponent
 
 
 def _norms(x: Tensor) -> Tensor:

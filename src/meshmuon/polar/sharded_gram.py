@@ -16,10 +16,9 @@ from torch import Tensor
 
 from meshmuon.polar.gram import factor, split_at
 from meshmuon.polar.operations import TorchOperations
-from meshmuon.polar.orthogonalize import Recipe
+from meshmuon.polar.orthogonalize import LARGEST_EXPONENT, Recipe, power_of_two
 
 _OPERATIONS = TorchOperations()
-_LARGEST_EXPONENT = 126
 
 
 def local_gram(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,12 +32,11 @@ def local_gram(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.to(torch.float32)
     if wide.shape[-1] == 0:
-        return wide.new_zeros(*wide.shape[:2], wide.shape[1]), wide.new_full(wide.shape[:1], float(-_LARGEST_EXPONENT))
-    peak = wide.abs().amax(dim=(-2, -1))
-    exponent = torch.frexp(peak).exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    scaled = wide * torch.ldexp(torch.ones_like(peak), -exponent)[:, None, None]
+        return wide.new_zeros(*wide.shape[:2], wide.shape[1]), wide.new_full(wide.shape[:1], float(-LARGEST_EXPONENT))
+    scale, exponent = power_of_two(wide)
+    scaled = wide * scale
     precise = scaled.to(torch.float64) if scaled.device.type == "cpu" else scaled  # summed before it is rounded
-    return torch.bmm(precise, precise.mT).to(torch.float32), exponent.to(torch.float32)
+    return torch.bmm(precise, precise.mT).to(torch.float32), exponent.to(torch.float32).flatten()
 
 
 def added_grams(grams: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -97,7 +95,7 @@ def apply_factors(x: Tensor, factors: Sequence[Tensor], *, inverse: Tensor, expo
     Returns:
         The shard of the result, in the dtype of the factors.
     """
-    scale = torch.exp2(-exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    scale = torch.exp2(-exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
     # A CPU applies 16-bit factors in fp32, which is faster there; a GPU in the dtype of its fast products.
     between = torch.float32 if x.device.type == "cpu" else factors[0].dtype
     y = (x.to(torch.float32) * scale[:, None, None] * inverse[:, None, None]).to(between)

@@ -16,6 +16,7 @@ from meshmuon.layout.records import ParameterRecord, Place
 from meshmuon.layout.tensors import usable_gradient
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
+from meshmuon.runtime.lookup import decays, parameter_of
 from meshmuon.update.adamw import AdamWTensors
 from meshmuon.update.momentum import largest_gradient
 from meshmuon.update.tensors import MatrixTensors
@@ -34,8 +35,7 @@ class LocalTensors:
         self._state = state
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
-        tensor: Tensor = self._param_groups[record.group]["params"][record.position]
-        return tensor
+        return parameter_of(self._param_groups, record)
 
     def addresses(self, plan: Plan) -> tuple[int, ...]:
         """Give where all tensors of a step lie: what a captured CUDA graph depends on.
@@ -154,10 +154,9 @@ class LocalTensors:
         for record in plan.elementwise:
             param = self._parameter(record)
             if param.grad is not None:
-                decays = len(record.shape) >= 2 or self._param_groups[record.group]["decay_vectors"]
                 state = {key: local(value) for key, value in self._state[param].items()}
                 item = AdamWTensors(param=local(param), grad=local(param.grad), **state)
-                alike.setdefault((record.group, decays), []).append(item)
+                alike.setdefault((record.group, decays(self._param_groups, record)), []).append(item)
         return alike
 
     def watched(self, plan: Plan) -> list[Watched]:

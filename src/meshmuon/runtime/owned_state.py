@@ -11,6 +11,7 @@ from torch import Tensor
 from meshmuon.layout.records import Matrix, ParameterRecord
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.flat import Stretch
+from meshmuon.runtime.lookup import parameter_of
 
 # Puts together a flat tensor of which each rank of a team has a part, and zeros elsewhere.
 Together: TypeAlias = Callable[[tuple[int, ...], Tensor], Tensor]
@@ -53,8 +54,7 @@ class OwnedState:
             self._moments[_key(stretch)] = {"step": torch.zeros((), device=param.device), **fresh}
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
-        tensor: Tensor = self._param_groups[record.group]["params"][record.position]
-        return tensor.detach()
+        return parameter_of(self._param_groups, record)
 
     def matrices(self) -> list[Matrix]:
         """Give the matrices this rank owns."""
@@ -106,7 +106,7 @@ class OwnedState:
         mine = self._scattered()
         result: WholeState = {}
         for record in self.plan.parameters:
-            param = self._param_groups[record.group]["params"][record.position]
+            param = self._parameter(record)
             assert record.layout is not None
             team = tuple(sorted(record.layout.ranks))
             result[param] = {key: _united(value, team, together) for key, value in mine[param].items()}
@@ -124,12 +124,12 @@ class OwnedState:
                     "step": torch.zeros((), device=param.device),
                     **{k: _zeros(param, param.dtype) for k in _MOMENTS},
                 }
-            result[self._param_groups[record.group]["params"][record.position]] = made
+            result[self._parameter(record)] = made
         for matrix in self.matrices():
-            full = result[self._param_groups[matrix.parameter.group]["params"][matrix.parameter.position]]
+            full = result[self._parameter(matrix.parameter)]
             matrix.block.select(full["momentum_buffer"]).copy_(self.momentum(matrix))
         for stretch in self.stretches():
-            full = result[self._param_groups[stretch.parameter.group]["params"][stretch.parameter.position]]
+            full = result[self._parameter(stretch.parameter)]
             for key in _MOMENTS:
                 full[key].view(-1)[stretch.start : stretch.stop].copy_(self.moments(stretch)[key])
             if stretch.start == 0:
@@ -143,11 +143,11 @@ class OwnedState:
             whole: Parameter → its state; parameters without any keep what they have.
         """
         for matrix in self.matrices():
-            state = whole.get(self._param_groups[matrix.parameter.group]["params"][matrix.parameter.position])
+            state = whole.get(self._parameter(matrix.parameter))
             if state:
                 self.momentum(matrix).copy_(matrix.block.select(state["momentum_buffer"]))
         for stretch in self.stretches():
-            state = whole.get(self._param_groups[stretch.parameter.group]["params"][stretch.parameter.position])
+            state = whole.get(self._parameter(stretch.parameter))
             if state:
                 for key in _MOMENTS:
                     flat = state[key].reshape(-1)[stretch.start : stretch.stop]

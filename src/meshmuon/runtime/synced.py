@@ -22,6 +22,7 @@ from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.flat import GRAIN, FlatBucket
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.runtime import pipeline
+from meshmuon.runtime.lookup import decays, parameter_of
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.update.adamw import AdamWRule, AdamWTensors, update_adamw_
 from meshmuon.update.apply import ApplyRule, apply_update_
@@ -151,14 +152,14 @@ class SyncedStep:
         average = held.pop(id(bucket))
         mine = bucket.owned_by(bucket.team.index(self.plan.rank))
         results = [self._flat(s.parameter)[s.start : s.stop].clone() for s in mine]
-        for decays in (False, True):
+        for decayed in (False, True):
             tensors = [
                 AdamWTensors(param=result, grad=grad, **self.owned.moments(stretch))
                 for stretch, result, grad in zip(mine, results, average.split([s.numel for s in mine]), strict=True)
-                if self._decays(stretch.parameter) == decays and self._is_present(stretch.parameter)
+                if decays(self.param_groups, stretch.parameter) == decayed and self._is_present(stretch.parameter)
             ]
             rule = AdamWRule.of(
-                self.param_groups[bucket.group], decays=decays, unscale=self.unscale, proceed=self.proceed
+                self.param_groups[bucket.group], decays=decayed, unscale=self.unscale, proceed=self.proceed
             )
             update_adamw_(tensors, rule)
         own = torch.cat(results) if results else average.new_empty(0, dtype=bucket.dtype)
@@ -183,8 +184,7 @@ class SyncedStep:
         return (bound / (norm * unscale + _CLIP_EPS)).clamp(max=1.0) * unscale
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
-        tensor: Tensor = self.param_groups[record.group]["params"][record.position]
-        return tensor
+        return parameter_of(self.param_groups, record)
 
     def _is_present(self, record: ParameterRecord) -> bool:
         return self.present[record.group, record.position]
@@ -195,9 +195,6 @@ class SyncedStep:
     def _flat_gradient(self, record: ParameterRecord) -> Tensor:
         param = self._parameter(record)
         return torch.zeros_like(param).reshape(-1) if param.grad is None else param.grad.reshape(-1)
-
-    def _decays(self, record: ParameterRecord) -> bool:
-        return len(record.shape) >= 2 or bool(self.param_groups[record.group]["decay_vectors"])
 
 
 def _seen(flat: Tensor, offset: int, matrix: Matrix) -> Tensor:

@@ -237,7 +237,7 @@ def test_views_beside_shapes():
 
 
 def test_formulas_of_the_other_routes():
-    """The all-gather of distributed.md's row A; row E: (4 + 2·2)·m²/2 bytes, half of them fp32, (P-1)/P of each."""
+    """An all-gather moves every matrix; Gram matrices and factors are (4 + 2·2)·m²/2 bytes, (P-1)/P of each."""
     m, n, size, count = 64, 512, 4, 8
     shapes = {f"w{i}": (m, n) for i in range(count)}
     said = plan_for(shapes, {"tp": size}, {"tp": "shard1"}, execution=TORCH)
@@ -257,7 +257,7 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
     shapes = {f"w{i}": (m, n) for i in range(count)}
     hopper, blackwell = (plan_for(shapes, {"tp": size}, {"tp": "shard1"}, gpu) for gpu in ("h200", "b200"))
     assert any("triton" in recipe for recipe in hopper.recipes) and "triton" not in str(blackwell.recipes)
-    # Symmetric products at half: 5m²n + 18m³, as distributed.md has it.
+    # Symmetric products at half: 5m²n + 18m³.
     assert hopper.route("gram").flops.mean == pytest.approx(count / size * (18 * m**3 + 5 * m * m * n))
     assert hopper.route("owner").flops.mean == pytest.approx(count / size * (14 * m**3 + 6 * m * m * n))
 
