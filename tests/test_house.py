@@ -23,6 +23,7 @@ LAYERS = [
     {"__init__"},  # `import meshmuon`: everything public
     {"importers"},
     {"muon", "planner", "sharded_polar"},
+    {"step"},
     {"preparation"},
     {"routing", "groups", "checkpoint"},
     {"runtime"},

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from meshmuon._compat import has_fused_adamw
 from meshmuon.errors import CheckpointError, message, some, warn_user
-from meshmuon.layout.mesh import placements
+from meshmuon.layout.mesh import placements, zeros_like
 from meshmuon.layout.names import normalise_names
 
 # Checks the hyper-parameters of a group and gives them back in plain form: (values, algorithm, where=) -> values.
@@ -42,48 +42,54 @@ def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     return result
 
 
-def fresh_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+def fresh_state(param: Tensor, group: Mapping[str, Any], *, on_host: bool = False) -> dict[str, Tensor]:
     """Make the state of a parameter that has not moved yet.
 
     Args:
         param: The parameter.
         group: Its group.
+        on_host: Whether it lives in host memory.
 
     Returns:
         `momentum_buffer` for Muon; `step`, `exp_avg` and `exp_avg_sq` for AdamW.
     """
     if group["algorithm"] == "muon":
-        return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param, group)).detach()}
+        return {"momentum_buffer": zeros_like(param, dtype=state_dtype(param, group), on_host=on_host)}
     return {
         "step": torch.zeros((), dtype=torch.float32, device=_step_device(param)),
-        "exp_avg": torch.zeros_like(param, memory_format=torch.contiguous_format).detach(),
-        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.contiguous_format).detach(),
+        "exp_avg": zeros_like(param, memory_format=torch.contiguous_format, on_host=on_host),
+        "exp_avg_sq": zeros_like(param, memory_format=torch.contiguous_format, on_host=on_host),
     }
 
 
-def complete_state_(state: MutableMapping[Tensor, Any], param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """See to it that every parameter has the state it needs, and that nothing else is kept.
+def complete_state_(
+    state: MutableMapping[Tensor, Any], param_groups: Sequence[Mapping[str, Any]], *, on_host: bool = False
+) -> None:
+    """See to it that every parameter has the state it needs, where it belongs, and that nothing else is kept.
 
     Args:
         state: The optimizer's state, by parameter; written.
         param_groups: Its groups.
+        on_host: Whether state lives in host memory.
     """
     complete = {}
     for group in param_groups:
         for param in group["params"]:
             has = state.get(param, {})
-            complete[param] = has if state_fits(has, param, group) else adapted_state(has, param, group)
+            fits = state_fits(has, param, group, on_host=on_host)
+            complete[param] = has if fits else adapted_state(has, param, group, on_host=on_host)
     state.clear()
     state.update(complete)
 
 
-def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> bool:
+def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], *, on_host: bool = False) -> bool:
     """Tell whether a parameter has exactly the state it needs, where and as it needs it.
 
     Args:
         state: What it has.
         param: The parameter.
         group: Its group.
+        on_host: Whether state lives in host memory.
 
     Returns:
         True if nothing needs to be done.
@@ -92,31 +98,30 @@ def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
         return False
     if any(key != "step" and placements(value) != placements(param) for key, value in state.items()):
         return False
-    if group["algorithm"] == "muon":
-        buffer = state["momentum_buffer"]
-        return (buffer.shape, buffer.dtype, buffer.device) == (
-            param.shape,
-            state_dtype(param, group),
-            param.device,
-        )
+    device = torch.device("cpu") if on_host else param.device
+    dtype = state_dtype(param, group) if group["algorithm"] == "muon" else param.dtype
     return all(
-        (moment.shape, moment.dtype, moment.device) == (param.shape, param.dtype, param.device)
-        for moment in (state["exp_avg"], state["exp_avg_sq"])
+        (value.shape, value.dtype, value.device) == (param.shape, dtype, device)
+        for key, value in state.items()
+        if key != "step"
     )
 
 
-def adapted_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Bring existing state to a parameter's device and the declared dtypes; make it afresh where it does not fit.
+def adapted_state(
+    state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], *, on_host: bool = False
+) -> dict[str, Tensor]:
+    """Bring existing state where it belongs and to the declared dtypes; make it afresh where it does not fit.
 
     Args:
         state: Saved or earlier state of this parameter, or nothing.
         param: The parameter.
         group: Its group.
+        on_host: Whether it lives in host memory, or on the parameter's device.
 
     Returns:
         New tensors; the given ones are left alone.
     """
-    result = fresh_state(param, group)
+    result = fresh_state(param, group, on_host=on_host)
     if set(state) >= set(result) and all(
         torch.as_tensor(state[key]).shape == value.shape for key, value in result.items()
     ):
@@ -135,6 +140,7 @@ def load_checked(
     *,
     check: CheckValues,
     load: Callable[[dict[str, Any]], None],
+    on_host: bool = False,
 ) -> None:
     """Let torch load a state dict, checked before and put right after.
 
@@ -143,6 +149,7 @@ def load_checked(
         state_dict: The saved state.
         check: Checks the hyper-parameters of a group.
         load: torch's own `load_state_dict` of that optimizer.
+        on_host: Whether state lives in host memory.
 
     Raises:
         CheckpointError: Names what does not fit; nothing was changed.
@@ -151,13 +158,12 @@ def load_checked(
 
     def accept(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         accepted.update(check_state_dict(given, optimizer.param_groups, check=check))
-        return accepted
+        return {**accepted, "state": {}}  # torch would cast it, and bring it to the device
 
     def restore(_: Optimizer) -> None:
-        # torch has cast the state to the parameters' dtypes by now: take it from the source once more.
         for group, saved in zip(optimizer.param_groups, accepted["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
-                optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group)
+                optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group, on_host=on_host)
 
     if not isinstance(state_dict, Mapping):
         found = f"a {type(state_dict).__name__}"

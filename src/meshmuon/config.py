@@ -338,3 +338,24 @@ class Execution:
                 raise ValueError(message("max_grad_norm", found=found, do=do))
         if self.layout_invariant is not None:
             check_bool("layout_invariant", self.layout_invariant)
+
+
+def check_offload(value: Any, execution: Execution) -> bool:
+    """Check whether state may live in host memory.
+
+    Args:
+        value: What the user gave.
+        execution: The choices of the run.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is neither True nor False.
+        ValueError: If steps are replayed as a CUDA graph.
+    """
+    check_bool("offload", value)
+    if value and execution.cuda_graph:
+        found = "given with cuda_graph=True"
+        raise ValueError(message("offload", found=found, do="A graph needs its state in place: leave one of them out"))
+    return bool(value)

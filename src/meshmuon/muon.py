@@ -1,10 +1,10 @@
-"""Muon: one torch.optim.Optimizer for a whole model. Start reading at `step`, then `_update`."""
+"""Muon: one torch.optim.Optimizer for a whole model. Start reading at `step`, then `meshmuon.step`."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon.checkpoint import complete_state_, load_checked
-from meshmuon.config import Execution, GradSync, LRRule, NonFinite, Orthogonalizer, Sharing, WeightDecayMode, check_lr
+from meshmuon.config import (
+    Execution,
+    GradSync,
+    LRRule,
+    NonFinite,
+    Orthogonalizer,
+    Sharing,
+    WeightDecayMode,
+    check_lr,
+    check_offload,
+)
 from meshmuon.exchange.agreement import Agreement, Verdict
 from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
@@ -27,25 +37,19 @@ from meshmuon.groups import (
 )
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.plain import Sharded, plain_layouts
-from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.bucket import Plan
 from meshmuon.plan.describe import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
-from meshmuon.plan.route import Route
-from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.preparation import Preparation, Ready
 from meshmuon.routing import Overrides, route_params
-from meshmuon.runtime import pipeline
-from meshmuon.runtime.graphs import StepGraphs, fixed_settings
+from meshmuon.runtime.graphs import StepGraphs
 from meshmuon.runtime.local_tensors import LocalTensors
-from meshmuon.runtime.owned_state import OwnedState
-from meshmuon.runtime.sharded import sharded_directions
-from meshmuon.runtime.synced import SyncedStep
-from meshmuon.update.adamw import AdamWRule, update_adamw_
-from meshmuon.update.apply import ApplyRule
-from meshmuon.update.fused import BucketUpdates
-from meshmuon.update.momentum import MomentumRule
+from meshmuon.step import Step
 
 logger = logging.getLogger("meshmuon")
+
+# What a copy or a pickle takes along, besides torch's own.
+_OURS = ("_group_defaults", "_execution", "_reasons", "_frozen", "_layouts", "_offloaded")
 
 
 class Muon(Optimizer):
@@ -94,6 +98,8 @@ class Muon(Optimizer):
             "never", or "auto", where it pays.
         max_in_flight: How many buckets may be between gather and scatter at a time.
         workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
+        offload: Whether state lives in host memory, and is brought to the device bucket by bucket while a step runs.
+            `offload_state` changes it at any time.
         cuda_graph: Whether the launches of a step are replayed as one CUDA graph, for small models, which are bound by
             the host. The graph keeps its workspace. lr, weight decay and momentum stay live.
         allow_no_muon: Whether to accept a model in which nothing takes Muon.
@@ -135,6 +141,7 @@ class Muon(Optimizer):
         share_replicas: Sharing = "auto",
         max_in_flight: int = 2,
         workspace_bytes: int = 2**30,
+        offload: bool = False,
         cuda_graph: bool = False,
         allow_no_muon: bool = False,
         **unknown: Any,
@@ -157,6 +164,7 @@ class Muon(Optimizer):
         }
         check_defaults(self._group_defaults)
         self._execution = Execution(**{field.name: given[field.name] for field in dataclasses.fields(Execution)})
+        self._offloaded = check_offload(offload, self._execution)
         self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons, self._frozen = routed.reasons, routed.frozen
@@ -190,92 +198,20 @@ class Muon(Optimizer):
                 found_inf=getattr(self, "found_inf", None),
                 unscale=self._unscale(),
             )
-            if verdict.go and ready.owned is not None:
-                self._take_synced_step(ready, ready.owned, verdict)
-            elif verdict.go and self._execution.cuda_graph:
-                self._take_graphed_step(ready, verdict.flag)
-            elif verdict.go:
-                self._take_step(ready, verdict.flag)
+            if verdict.go:
+                self._take_step(ready, verdict)
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
         return loss
 
-    def _take_step(self, ready: Ready, proceed: Tensor | None) -> None:
-        run = self._execution
-        for wave in ready.plan.waves:
-            journeys = [pipeline.Journey(self._update(b, ready, proceed), b.bytes_in_flight) for b in wave]
-            pipeline.run(journeys, max_in_flight=run.max_in_flight, workspace_bytes=run.workspace_bytes)
-        self._update_elementwise(ready, proceed)
-
-    def _take_graphed_step(self, ready: Ready, flag: Tensor | None) -> None:
-        """The same through a CUDA graph, which is captured once the same addresses have come back."""
-
-        def prepare(updates: BucketUpdates, *, tables: bool) -> None:
-            updates.refresh(self.param_groups, ready.plan)
-            for bucket in ready.plan.buckets if tables else ():
-                matrices = self._tensors.matrices(bucket, places=ready.exchange.places(bucket))
-                updates.prepare(bucket, matrices, ApplyRule.of(self.param_groups[bucket.group], proceed=flag))
-
-        self._graphs.run(
-            ready.plan,
-            (self._unscale() is None, self._tensors.addresses(ready.plan), fixed_settings(self.param_groups)),
-            flag=flag,
-            eager=lambda proceed: self._take_step(ready, proceed),
-            prepare=prepare,
-            launch=lambda updates, proceed: self._take_step(dataclasses.replace(ready, updates=updates), proceed),
-        )
-
-    def _take_synced_step(self, ready: Ready, owned: OwnedState, verdict: Verdict) -> None:
-        """The same under `grad_sync`: gradients become averages on their way to the owners."""
-        owned.catch_up(ready.contributions.together)
-        SyncedStep(
-            plan=ready.plan,
-            param_groups=self.param_groups,
-            exchange=ready.exchange,
-            contributions=ready.contributions,
-            owned=owned,
-            present=self._tensors.presence(ready.plan, verdict.present),
-            unscale=self._unscale(),
-            proceed=verdict.flag,
-        ).take()
-
-    def _update(self, bucket: Bucket, ready: Ready, proceed: Tensor | None) -> Iterator[None]:
-        """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""
-        exchange, updates = ready.exchange, ready.updates
-        bucket = self._tensors.present(bucket)
-        matrices = self._tensors.matrices(bucket, places=exchange.places(bucket))
-        if not matrices:
-            return
-        group = self.param_groups[bucket.group]
-        before = MomentumRule.of(group, unscale=self._unscale(), proceed=proceed)
-        after = ApplyRule.of(group, proceed=proceed)
-        inputs = torch.empty(exchange.buffer_size(bucket), dtype=bucket.recipe.input_dtype, device=bucket.device)
-        squares = updates.momentum(bucket, matrices, inputs, before, after)
-        if self._execution.release_grads:
-            matrices = self._tensors.release_gradients(matrices)
-        if bucket.route is Route.SHARDED:  # only Gram matrices travel
-            found = yield from sharded_directions(bucket, matrices, inputs, ready.contributions, rank=ready.plan.rank)
-            updates.apply(bucket, matrices, found, after)
-            return
-        gathered = exchange.gather(bucket, inputs)  # a local bucket is already there
-        if gathered.in_flight:
-            yield
-        stack = gathered.wait()
-        del gathered, inputs  # what has arrived is in the stack: memory is bounded by letting go as early as possible
-        directions = orthogonalize_stack(stack, bucket.recipe, partials=squares, consume=True)
-        del stack
-        scattered = exchange.scatter(bucket, directions)  # the same table, inverted
-        if scattered.in_flight:
-            yield
-        updates.apply(bucket, matrices, scattered.wait(), after)
-
-    def _update_elementwise(self, ready: Ready, proceed: Tensor | None) -> None:
-        """AdamW for everything that is not a hidden matrix."""
-        for (index, decays), tensors in self._tensors.elementwise(ready.plan).items():
-            rule = AdamWRule.of(self.param_groups[index], decays=decays, unscale=self._unscale(), proceed=proceed)
-            if self._execution.cuda_graph:
-                rule = dataclasses.replace(rule, lr=ready.updates.adamw_lr(index, tensors[0].param.device, rule.lr))
-            update_adamw_(tensors, rule)
+    def _take_step(self, ready: Ready, verdict: Verdict) -> None:
+        step = Step(ready, self._tensors, self.param_groups, self._unscale(), verdict.flag, self._offloaded)
+        if ready.owned is not None:
+            step.take_synced(ready.owned, self._tensors.presence(ready.plan, verdict.present))
+        elif self._execution.cuda_graph:
+            step.take_by_graph(self._graphs)
+        else:
+            step.take()
 
     def _unscale(self) -> Tensor | None:
         """The inverse of the scale GradScaler put on the loss, if it has not taken it off the gradients itself."""
@@ -298,7 +234,7 @@ class Muon(Optimizer):
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
         self._graphs = StepGraphs()
-        self._preparation = Preparation(self._execution, self._reasons, homes, self._layouts)
+        self._preparation = Preparation(self._execution, self._reasons, homes, self._layouts, on_host=self._offloaded)
         self._ready()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -343,11 +279,27 @@ class Muon(Optimizer):
             CheckpointError: Names what does not fit; nothing was changed.
         """
         if self._ready().owned is not None:
-            complete_state_(self.state, self.param_groups)  # until owners have taken their parts
+            complete_state_(
+                self.state, self.param_groups, on_host=self._offloaded
+            )  # until owners have taken their parts
         check = partial(check_values, orthogonalizer=self._execution.orthogonalizer)
-        load_checked(self, state_dict, check=check, load=super().load_state_dict)
+        load_checked(self, state_dict, check=check, load=super().load_state_dict, on_host=self._offloaded)
         self._preparation.state_was_loaded()
         self._ready()
+
+    def offload_state(self, on: bool = True) -> None:
+        """Move all state to host memory, or back to the parameters' devices, now. Repeating it does nothing.
+
+        Results do not change by a bit. Each rank may choose for itself.
+
+        Args:
+            on: Whether state lives in host memory from now on.
+
+        Raises:
+            ValueError: If steps are replayed as a CUDA graph, which needs its state in place.
+        """
+        self._offloaded = check_offload(on, self._execution)
+        self._preparation.move_state(self.param_groups, self.state, on_host=on)
 
     def metrics(self) -> dict[str, float]:
         """Give plain numbers for any logger, counted since this object was made.
@@ -359,9 +311,7 @@ class Muon(Optimizer):
         return self._agreement.counts()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {
-            name: self.__dict__[name] for name in ("_group_defaults", "_execution", "_reasons", "_frozen", "_layouts")
-        }
+        ours = {name: self.__dict__[name] for name in _OURS}
         return {**super().__getstate__(), **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -370,4 +320,5 @@ class Muon(Optimizer):
             self._start(Homes())
 
     def __repr__(self) -> str:
-        return f"Muon\n{self.plan}\n\n{describe_groups(self.param_groups, frozen=self._frozen)}"
+        where = "\nstate: in host memory, brought to the device bucket by bucket" if self._offloaded else ""
+        return f"Muon\n{self.plan}{where}\n\n{describe_groups(self.param_groups, frozen=self._frozen)}"

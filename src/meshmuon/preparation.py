@@ -78,13 +78,23 @@ class Preparation:
         reasons: Why parameters take their algorithm, by name.
         homes: The modules that hold the parameters, as far as they are known.
         layouts: Where plain tensors lie.
+        on_host: Whether state lives in host memory.
     """
 
-    def __init__(self, execution: Execution, reasons: Mapping[str, str], homes: Homes, layouts: PlainLayouts) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        reasons: Mapping[str, str],
+        homes: Homes,
+        layouts: PlainLayouts,
+        *,
+        on_host: bool = False,
+    ) -> None:
         self._execution = execution
         self._reasons = reasons
         self._homes = homes
         self._layouts = layouts
+        self.on_host = on_host
         self._health = Health()
         self._snapshot = Snapshot.of([])
         self._ready: Ready | None = None
@@ -110,12 +120,27 @@ class Preparation:
                 refuse_ungraphable(plan)
             self._ready = self._connected(plan, param_groups, before=self._ready)
             if self._ready.owned is None:
-                complete_state_(state, param_groups)
+                complete_state_(state, param_groups, on_host=self.on_host)
             else:
                 self._ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
                 state.clear()
             self._snapshot = Snapshot.of(param_groups)
         return self._ready
+
+    def move_state(self, param_groups: Groupings, state: State, *, on_host: bool) -> None:
+        """Bring all state to host memory or back; done when this returns.
+
+        Args:
+            param_groups: The optimizer's groups.
+            state: Its state; written.
+            on_host: Where to.
+        """
+        ready = self.ready(param_groups, state)
+        self.on_host = on_host
+        if ready.owned is None:
+            complete_state_(state, param_groups, on_host=on_host)
+        else:
+            ready.owned.move(on_host=on_host)
 
     def state_was_loaded(self) -> None:
         """Begin afresh: whatever a lost rank left half done has been replaced."""
@@ -152,5 +177,7 @@ class Preparation:
         earlier = (None, None) if before is None else (before.peers, before.owned)
         peers = Peers(plan, groups, settings=settings, health=self._health, before=earlier[0])
         contributions = Contributions(groups, in_rank_order=self._execution.grad_sync != "reduce_scatter")
-        owned = OwnedState(plan, param_groups, state_dtype, before=earlier[1]) if self._execution.syncs else None
+        owned = None
+        if self._execution.syncs:
+            owned = OwnedState(plan, param_groups, state_dtype, before=earlier[1], on_host=self.on_host)
         return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, BucketUpdates(), owned)

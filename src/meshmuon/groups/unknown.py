@@ -14,7 +14,6 @@ from meshmuon.groups.keys import ADAMW_KEYS, MUON_ARGUMENTS, MUON_KEYS
 
 _LATER_ARGUMENTS: dict[str, bool | str | None] = {
     "qk_clip": None,
-    "offload": False,
 }
 
 _OTHERS_WORDS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -100,6 +101,38 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def zeros_like(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+    on_host: bool = False,
+) -> Tensor:
+    """Make zeros that lie as another tensor does.
+
+    Args:
+        tensor: The tensor that says how.
+        dtype: Their dtype, if not the tensor's own.
+        memory_format: How they are stored.
+        on_host: Whether what each rank holds is in host memory, from which a GPU can copy without help.
+
+    Returns:
+        A DTensor or a plain tensor without gradient.
+    """
+    if not on_host:
+        return torch.zeros_like(tensor, dtype=dtype, memory_format=memory_format).detach()
+    part = local(tensor)
+    zeros = torch.zeros_like(
+        part.detach(), dtype=dtype, memory_format=memory_format, device="cpu", pin_memory=part.is_cuda
+    )
+    if not isinstance(tensor, DTensor):
+        return zeros
+    # `from_local` would bring it to the mesh's own device; FSDP2 keeps offloaded parameters this way too.
+    described = torch.empty_like(tensor.detach(), dtype=dtype, memory_format=memory_format, device="meta")
+    assert isinstance(described, DTensor)
+    return DTensor(zeros, described._spec, requires_grad=False)
 
 
 def placements(tensor: Tensor) -> tuple[Any, ...] | str:

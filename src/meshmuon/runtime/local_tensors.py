@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,50 @@ from torch import Tensor
 
 from meshmuon.exchange.agreement import Watched
 from meshmuon.layout.mesh import local
-from meshmuon.layout.records import ParameterRecord, Place
+from meshmuon.layout.records import Matrix, ParameterRecord, Place
 from meshmuon.layout.tensors import usable_gradient
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
 from meshmuon.runtime.lookup import decays, parameter_of
+from meshmuon.runtime.offload import Load, batches
 from meshmuon.update.adamw import AdamWTensors
 from meshmuon.update.momentum import largest_gradient
 from meshmuon.update.tensors import MatrixTensors
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwisePart:
+    """AdamW parameters that are updated by one call.
+
+    Attributes:
+        number: Its place among the parts of a step.
+        group: Index of their parameter group.
+        decays: Whether weight decay is meant for them.
+        tensors: Parameters, gradients and state.
+    """
+
+    number: int
+    group: int
+    decays: bool
+    tensors: list[AdamWTensors]
+
+    @property
+    def load(self) -> Load:
+        """Both moments of each."""
+        moments = [moment for item in self.tensors for moment in (item.exp_avg, item.exp_avg_sq)]
+        return Load(("adamw", self.number), self.tensors[0].param.device, moments)
+
+    def with_moments(self, moments: Sequence[Tensor]) -> list[AdamWTensors]:
+        """Give the tensors with other moments, e.g. copies on the device.
+
+        Args:
+            moments: Two for each parameter.
+
+        Returns:
+            New records.
+        """
+        triples = zip(self.tensors, moments[::2], moments[1::2], strict=True)
+        return [dataclasses.replace(item, exp_avg=first, exp_avg_sq=second) for item, first, second in triples]
 
 
 class LocalTensors:
@@ -123,7 +160,7 @@ class LocalTensors:
             param = self._parameter(matrix.parameter)
             select = matrix.block.select
             grad = None if param.grad is None else select(local(param.grad))
-            buffer = select(local(self._state[param]["momentum_buffer"]))
+            buffer = self._momentum(matrix)
             items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, place, grad is not None))
         return items
 
@@ -141,14 +178,15 @@ class LocalTensors:
                 self._parameter(item.matrix.parameter).grad = None
         return [dataclasses.replace(item, grad=None) for item in matrices]
 
-    def elementwise(self, plan: Plan) -> dict[tuple[int, bool], list[AdamWTensors]]:
+    def elementwise(self, plan: Plan, *, in_parts: bool = False) -> list[ElementwisePart]:
         """Give what this rank holds of the parameters that take AdamW.
 
         Args:
             plan: The plan.
+            in_parts: Whether state has to be brought, and so in parts of a bounded size.
 
         Returns:
-            (group, whether they are decayed) → those with a gradient.
+            Those with a gradient, by group and whether they are decayed.
         """
         alike: dict[tuple[int, bool], list[AdamWTensors]] = {}
         for record in plan.elementwise:
@@ -157,7 +195,30 @@ class LocalTensors:
                 state = {key: local(value) for key, value in self._state[param].items()}
                 item = AdamWTensors(param=local(param), grad=local(param.grad), **state)
                 alike.setdefault((record.group, decays(self._param_groups, record)), []).append(item)
-        return alike
+        found: list[ElementwisePart] = []
+        for (group, decayed), tensors in alike.items():
+            for part in batches(tensors) if in_parts else [tensors]:
+                found.append(ElementwisePart(len(found), group, decayed, part))
+        return found
+
+    def loads(self, plan: Plan) -> list[Load]:
+        """Give the state a step needs at one time, in the order it will ask for it.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            One load for each bucket with gradients and each part of the rest.
+        """
+        buckets = [self.present(bucket) for bucket in plan.buckets]
+        momentum = [
+            Load(bucket.number, bucket.device, [self._momentum(matrix) for matrix in bucket.matrices])
+            for bucket in buckets
+        ]
+        return momentum + [part.load for part in self.elementwise(plan, in_parts=True)]
+
+    def _momentum(self, matrix: Matrix) -> Tensor:
+        return matrix.block.select(local(self._state[self._parameter(matrix.parameter)]["momentum_buffer"]))
 
     def watched(self, plan: Plan) -> list[Watched]:
         """Give every gradient, for the decision whether the step happens.

@@ -8,10 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from meshmuon.layout.mesh import zeros_like
 from meshmuon.layout.records import Matrix, ParameterRecord
-from meshmuon.plan.bucket import Plan
-from meshmuon.plan.flat import Stretch
+from meshmuon.plan.bucket import Bucket, Plan
+from meshmuon.plan.flat import FlatBucket, Stretch
 from meshmuon.runtime.lookup import parameter_of
+from meshmuon.runtime.offload import Load
 
 # Puts together a flat tensor of which each rank of a team has a part, and zeros elsewhere.
 Together: TypeAlias = Callable[[tuple[int, ...], Tensor], Tensor]
@@ -27,6 +29,7 @@ class OwnedState:
         param_groups: The optimizer's groups.
         momentum_dtype: The dtype of a parameter's momentum.
         before: The state under an earlier plan, with other owners; taken over by `catch_up`.
+        on_host: Whether it lives in host memory.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class OwnedState:
         param_groups: Sequence[Mapping[str, Any]],
         momentum_dtype: Callable[[Tensor, Mapping[str, Any]], torch.dtype],
         before: OwnedState | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.plan = plan
         self._before = before
@@ -45,12 +50,13 @@ class OwnedState:
         for matrix in self.matrices():
             param = self._parameter(matrix.parameter)
             dtype = momentum_dtype(param, param_groups[matrix.parameter.group])
-            self._momentum[_key(matrix)] = torch.zeros_like(
-                matrix.block.select(param), dtype=dtype, memory_format=torch.contiguous_format
+            self._momentum[_key(matrix)] = zeros_like(
+                matrix.block.select(param), dtype=dtype, memory_format=torch.contiguous_format, on_host=on_host
             )
         for stretch in self.stretches():
             param = self._parameter(stretch.parameter)
-            fresh = {key: torch.zeros(stretch.numel, dtype=param.dtype, device=param.device) for key in _MOMENTS}
+            part = param.detach().reshape(-1)[stretch.start : stretch.stop]
+            fresh = {key: zeros_like(part, on_host=on_host) for key in _MOMENTS}
             self._moments[_key(stretch)] = {"step": torch.zeros((), device=param.device), **fresh}
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
@@ -58,12 +64,11 @@ class OwnedState:
 
     def matrices(self) -> list[Matrix]:
         """Give the matrices this rank owns."""
-        return [
-            matrix
-            for bucket in self.plan.buckets
-            for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
-            if bucket.team[owner] == self.plan.rank
-        ]
+        return [matrix for bucket in self.plan.buckets for matrix in self._mine(bucket)]
+
+    def _mine(self, bucket: Bucket) -> list[Matrix]:
+        owners = zip(bucket.matrices, bucket.owners, strict=True)
+        return [matrix for matrix, owner in owners if bucket.team[owner] == self.plan.rank]
 
     def stretches(self) -> list[Stretch]:
         """Give the stretches this rank updates."""
@@ -76,6 +81,38 @@ class OwnedState:
     def moments(self, stretch: Stretch) -> dict[str, Tensor]:
         """Give AdamW's state of a stretch this rank updates."""
         return self._moments[_key(stretch)]
+
+    def move(self, *, on_host: bool) -> None:
+        """Bring it to host memory or back to the parameters' devices.
+
+        Args:
+            on_host: Where to.
+        """
+        for matrix in self.matrices():
+            self._momentum[_key(matrix)] = self._moved(self.momentum(matrix), matrix.parameter, on_host=on_host)
+        for stretch in self.stretches():
+            moments = self.moments(stretch)
+            moments.update({key: self._moved(moments[key], stretch.parameter, on_host=on_host) for key in _MOMENTS})
+
+    def _moved(self, value: Tensor, record: ParameterRecord, *, on_host: bool) -> Tensor:
+        device = self._parameter(record).device
+        if on_host:
+            return zeros_like(value, on_host=True).copy_(value)
+        return value.to(device)
+
+    def loads(self) -> list[Load]:
+        """Give what a step needs of it at one time, in order."""
+        return [*map(self.momentum_load, self.plan.buckets), *map(self.moments_load, self.plan.flat)]
+
+    def momentum_load(self, bucket: Bucket) -> Load:
+        """Give the momentum of a bucket's matrices that this rank owns."""
+        buffers = [self.momentum(matrix) for matrix in self._mine(bucket)]
+        return Load(bucket.number, bucket.device, buffers)
+
+    def moments_load(self, bucket: FlatBucket) -> Load:
+        """Give both moments of each of a bucket's stretches that this rank updates."""
+        mine = bucket.owned_by(bucket.team.index(self.plan.rank))
+        return Load(id(bucket), bucket.device, [self.moments(stretch)[key] for stretch in mine for key in _MOMENTS])
 
     @property
     def numel(self) -> int:

@@ -12,6 +12,7 @@ from meshmuon.errors import message
 from meshmuon.exchange.contributions import Contributions
 from meshmuon.plan.bucket import Bucket
 from meshmuon.polar.sharded_gram import added_grams, apply_factors, find_factors, local_gram
+from meshmuon.runtime.spans import span
 from meshmuon.update.tensors import MatrixTensors
 
 _NUMBERS = 2  # beside the factors: 1 / norm, and the exponent of the scale; in fp32
@@ -39,17 +40,19 @@ def sharded_directions(
     by_owner = sorted(range(len(matrices)), key=lambda i: (bucket.owners[i], i))
     shards = [_wide(matrices[i], inputs) for i in by_owner]
     counts = [sum(owner == member for owner in bucket.owners) for member in range(len(bucket.team))]
-    grams = [local_gram(shard) for shard in shards]
-    sent = torch.cat([_packed(gram, exponent) for gram, exponent in grams])
     size = m * (m + 1) // 2 + 1
-    arrives = contributions.collect(bucket.team, check_wire(sent), [count * size for count in counts], rank=rank)
-    del grams, sent
+    with span("gather", bucket):
+        sent = torch.cat([_packed(*local_gram(shard)) for shard in shards])
+        arrives = contributions.collect(bucket.team, check_wire(sent), [count * size for count in counts], rank=rank)
+    del sent
     if arrives.in_flight:
         yield
     received = arrives.wait().view(len(bucket.team), -1, size)
-    own = _factors(received, bucket) if received.shape[1] else inputs.new_empty(0, dtype=bucket.recipe.dtype)
     back = _back_size(bucket)
-    comes = contributions.give(bucket.team, own, [count * back for count in counts])
+    with span("polar", bucket):
+        own = _factors(received, bucket) if received.shape[1] else inputs.new_empty(0, dtype=bucket.recipe.dtype)
+    with span("scatter", bucket):
+        comes = contributions.give(bucket.team, own, [count * back for count in counts])
     if comes.in_flight:
         yield
     directions = inputs.new_empty(inputs.numel(), dtype=bucket.recipe.dtype)

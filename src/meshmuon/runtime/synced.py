@@ -19,11 +19,13 @@ from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.layout.records import Matrix, ParameterRecord, Place
 from meshmuon.plan.bucket import Bucket, Plan
-from meshmuon.plan.flat import GRAIN, FlatBucket
+from meshmuon.plan.flat import GRAIN, FlatBucket, Stretch
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.runtime import pipeline
 from meshmuon.runtime.lookup import decays, parameter_of
+from meshmuon.runtime.offload import ResidentState
 from meshmuon.runtime.owned_state import OwnedState
+from meshmuon.runtime.spans import span
 from meshmuon.update.adamw import AdamWRule, AdamWTensors, update_adamw_
 from meshmuon.update.apply import ApplyRule, apply_update_
 from meshmuon.update.momentum import MomentumRule, update_momentum_
@@ -43,6 +45,7 @@ class SyncedStep:
         exchange: Brings directions back.
         contributions: Averages gradients.
         owned: This rank's state.
+        access: Brings it to where it is updated.
         present: Whether a parameter has a gradient on any rank, by its group and position.
         unscale: GradScaler's factor, or None.
         proceed: A device flag, or None.
@@ -53,6 +56,7 @@ class SyncedStep:
     exchange: Exchange
     contributions: Contributions
     owned: OwnedState
+    access: ResidentState
     present: Mapping[tuple[int, int], bool]
     unscale: Tensor | None
     proceed: Tensor | None
@@ -83,8 +87,9 @@ class SyncedStep:
 
     def _averaged(self, bucket: Bucket | FlatBucket, averages: dict[object, Tensor]) -> Iterator[None]:
         """The first half of a journey: this rank's part of the average, kept for the second."""
-        packed, spread = self._packed(bucket)
-        pending = self.contributions.average(bucket.team, packed, spread, rank=self.plan.rank)
+        with span("gather", bucket if isinstance(bucket, Bucket) else None):
+            packed, spread = self._packed(bucket)
+            pending = self.contributions.average(bucket.team, packed, spread, rank=self.plan.rank)
         if pending.in_flight:
             yield
         averages[id(bucket)] = pending.wait()
@@ -112,27 +117,31 @@ class SyncedStep:
         group = self.param_groups[bucket.group]
         average = held.pop(id(bucket))
         inputs = average.new_empty(average.numel(), dtype=bucket.recipe.input_dtype)
-        owned = self._owned(bucket, average)
-        update_momentum_(owned, inputs, MomentumRule.of(group, unscale=self.unscale, proceed=self.proceed))
-        del average
-        directions = orthogonalize_stack(inputs.view(-1, *bucket.wide_shape), bucket.recipe)
-        scattered = self.exchange.scatter(bucket, directions)
+        with span("momentum", bucket), self.access.on_device(self.owned.momentum_load(bucket)) as buffers:
+            owned = self._owned(bucket, average, buffers)
+            update_momentum_(owned, inputs, MomentumRule.of(group, unscale=self.unscale, proceed=self.proceed))
+        del average, owned
+        with span("polar", bucket):
+            directions = orthogonalize_stack(inputs.view(-1, *bucket.wide_shape), bucket.recipe)
+        with span("scatter", bucket):
+            scattered = self.exchange.scatter(bucket, directions)
         if scattered.in_flight:
             yield
-        apply_update_(self._everyones(bucket), scattered.wait(), ApplyRule.of(group, proceed=self.proceed))
+        with span("apply", bucket):
+            apply_update_(self._everyones(bucket), scattered.wait(), ApplyRule.of(group, proceed=self.proceed))
 
-    def _owned(self, bucket: Bucket, average: Tensor) -> list[MatrixTensors]:
+    def _owned(self, bucket: Bucket, average: Tensor, buffers: Sequence[Tensor]) -> list[MatrixTensors]:
         """The matrices of a bucket that this rank owns, as whole ones with averaged gradients."""
         items = []
         mine = (m for m, o in zip(bucket.matrices, bucket.owners, strict=True) if bucket.team[o] == self.plan.rank)
         offset = 0
-        for matrix in mine:
+        for matrix, buffer in zip(mine, buffers, strict=True):
             param = matrix.block.select(self._parameter(matrix.parameter).detach())
             present = self._is_present(matrix.parameter)
             whole = dataclasses.replace(matrix, share=None, logical_shape=matrix.scaled_shape)
             grad = _seen(average, offset, matrix) if present else None
             place = Place(offset, offset)
-            items.append(MatrixTensors(whole, param, grad, self.owned.momentum(matrix), place, present))
+            items.append(MatrixTensors(whole, param, grad, buffer, place, present))
             offset += math.prod(matrix.shape)
         return items
 
@@ -152,16 +161,8 @@ class SyncedStep:
         average = held.pop(id(bucket))
         mine = bucket.owned_by(bucket.team.index(self.plan.rank))
         results = [self._flat(s.parameter)[s.start : s.stop].clone() for s in mine]
-        for decayed in (False, True):
-            tensors = [
-                AdamWTensors(param=result, grad=grad, **self.owned.moments(stretch))
-                for stretch, result, grad in zip(mine, results, average.split([s.numel for s in mine]), strict=True)
-                if decays(self.param_groups, stretch.parameter) == decayed and self._is_present(stretch.parameter)
-            ]
-            rule = AdamWRule.of(
-                self.param_groups[bucket.group], decays=decayed, unscale=self.unscale, proceed=self.proceed
-            )
-            update_adamw_(tensors, rule)
+        with span("adamw"), self.access.on_device(self.owned.moments_load(bucket)) as moments:
+            self._update_stretches(bucket, mine, results, average, moments)
         own = torch.cat(results) if results else average.new_empty(0, dtype=bucket.dtype)
         pending = self.contributions.give(bucket.team, own, bucket.spread)
         if pending.in_flight:
@@ -169,6 +170,27 @@ class SyncedStep:
         received = pending.wait().split([stretch.numel for stretch in bucket.stretches])
         for stretch, part in zip(bucket.stretches, received, strict=True):
             _write_flat(self._parameter(stretch.parameter).detach(), stretch.start, part)
+
+    def _update_stretches(
+        self,
+        bucket: FlatBucket,
+        mine: Sequence[Stretch],
+        results: Sequence[Tensor],
+        average: Tensor,
+        moments: Sequence[Tensor],
+    ) -> None:
+        """AdamW on the stretches this rank owns: `moments` has two of each."""
+        grads = average.split([stretch.numel for stretch in mine])
+        for decayed in (False, True):
+            tensors = [
+                AdamWTensors(result, grad, first, second, self.owned.moments(stretch)["step"])
+                for stretch, result, grad, first, second in zip(
+                    mine, results, grads, moments[::2], moments[1::2], strict=True
+                )
+                if decays(self.param_groups, stretch.parameter) == decayed and self._is_present(stretch.parameter)
+            ]
+            group = self.param_groups[bucket.group]
+            update_adamw_(tensors, AdamWRule.of(group, decays=decayed, unscale=self.unscale, proceed=self.proceed))
 
     def _clip(self, averages: Mapping[object, Tensor], bound: float) -> Tensor:
         """The factor that brings the norm of all averages down to the bound, with GradScaler's own.

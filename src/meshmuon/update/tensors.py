@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +60,20 @@ class MatrixTensors:
         rows, cols = matrix.wide_shape if matrix.share is None else matrix.block.shape
         part = flat[offset : offset + matrix.count * rows * cols].view(matrix.count, rows, cols)
         return matrix.block.unfold(part.mT if turned else part)
+
+
+def with_buffers(matrices: Sequence[MatrixTensors], buffers: Sequence[Tensor]) -> list[MatrixTensors]:
+    """Give matrices other momentum tensors, e.g. copies on the device.
+
+    Args:
+        matrices: The tensors.
+        buffers: One for each.
+
+    Returns:
+        New records.
+    """
+    pairs = zip(matrices, buffers, strict=True)
+    return [item if item.buffer is buffer else replace(item, buffer=buffer) for item, buffer in pairs]
 
 
 def math_dtype(tensor: Tensor) -> torch.dtype:
