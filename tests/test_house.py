@@ -21,7 +21,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"__init__"},  # `import meshmuon`: everything public
-    {"importers"},
+    {"importers", "resume"},
     {"muon", "planner", "sharded_polar"},
     {"step"},
     {"preparation"},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshmuon.muon import Muon
     from meshmuon.planner import plan_for
     from meshmuon.polar.coefficients import polar_express
+    from meshmuon.resume import latest_checkpoint, load_checkpoint, save_checkpoint
     from meshmuon.routing import param_groups
     from meshmuon.sharded_polar import orthogonalize
     from meshmuon.update.scale import convert_lr, scale_factor
@@ -44,12 +45,15 @@ __all__ = [
     "View",
     "convert_lr",
     "export_torch_state",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_foreign_state",
     "megatron_shards",
     "orthogonalize",
     "param_groups",
     "plan_for",
     "polar_express",
+    "save_checkpoint",
     "scale_factor",
 ]
 
@@ -68,12 +72,15 @@ _HOMES = {
     "View": "meshmuon.layout.matrix_view:MatrixView",
     "convert_lr": "meshmuon.update.scale:convert_lr",
     "export_torch_state": "meshmuon.importers:export_torch_state",
+    "latest_checkpoint": "meshmuon.resume:latest_checkpoint",
+    "load_checkpoint": "meshmuon.resume:load_checkpoint",
     "load_foreign_state": "meshmuon.importers:load_foreign_state",
     "megatron_shards": "meshmuon.layout.plain:megatron_shards",
     "orthogonalize": "meshmuon.sharded_polar:orthogonalize",
     "param_groups": "meshmuon.routing:param_groups",
     "plan_for": "meshmuon.planner:plan_for",
     "polar_express": "meshmuon.polar.coefficients:polar_express",
+    "save_checkpoint": "meshmuon.resume:save_checkpoint",
     "scale_factor": "meshmuon.update.scale:scale_factor",
 }
 

@@ -67,7 +67,19 @@ class Ready:
         try:
             yield
         finally:
-            state.clear()
+            leave_empty_(state)
+
+
+def leave_empty_(state: State) -> None:
+    """Drop what a parameter's state holds but keep the entry.
+
+    Of a state without entries torch.distributed.checkpoint thinks that no step was taken, and takes one.
+
+    Args:
+        state: The optimizer's state; written.
+    """
+    for param in state:
+        state[param] = {}
 
 
 class Preparation:
@@ -124,6 +136,7 @@ class Preparation:
             else:
                 self._ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
                 state.clear()
+                state.update({param: {} for group in param_groups for param in group["params"]})
             self._snapshot = Snapshot.of(param_groups)
         return self._ready
 

@@ -76,7 +76,7 @@ def recorded():
     events = []
     current = []
     all_to_all, gather, scatter = dist.all_to_all_single, Exchange.gather, Exchange.scatter
-    orthogonalize = meshmuon.muon.orthogonalize_stack
+    orthogonalize = meshmuon.step.orthogonalize_stack
 
     def counted(received, sent, receive_splits=None, send_splits=None, **more):
         phase, bucket = current[-1]

@@ -122,7 +122,7 @@ def counted():
         "total": total,
         "muon": muon,
         "owned": owned,
-        "state": len(opt.state),
+        "state": sum(len(each) for each in opt.state.values()),
     }
 
 

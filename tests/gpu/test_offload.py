@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from meshmuon import Muon
+from meshmuon import Muon, View
 from meshmuon.runtime import offload
 from meshmuon.runtime.offload import StreamedState
 
@@ -24,14 +24,14 @@ def poisoned(size, device):
 
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(1024, 2048, bias=False), torch.nn.Linear(2048, 1024)] * 1
-    layers += [torch.nn.Linear(1024, 2048, bias=False), torch.nn.Linear(2048, 1024), torch.nn.Linear(1024, 1024)]
+    layers = [torch.nn.Linear(*sizes) for sizes in ((1024, 2048), (2048, 1024)) * 2]
+    layers.append(torch.nn.Linear(1024, 1024))
     return torch.nn.Sequential(*layers).to("cuda", dtype)
 
 
 def train(steps=6, *, between=None, dtype=torch.float32, **settings):
     net = model(dtype)
-    overrides = {"4.weight": {"split_cols": (512, 512)}}
+    overrides = {"4.weight": View(split_cols=(512, 512))}
     opt = Muon(net, lr=0.02, workspace_bytes=2**25, overrides=overrides, **settings)
     generator = torch.Generator(device="cuda").manual_seed(1)
     for step in range(steps):

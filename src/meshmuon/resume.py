@@ -1,0 +1,201 @@
+"""Checkpoints of a whole job: complete or not there, and loaded whole or not at all.
+
+The format is torch.distributed.checkpoint's own; any of its tools reads it. Added here is what a killed job needs: a
+folder has its name only once everything in it is written, and everything is checked before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.optim import Optimizer
+
+from meshmuon.errors import CheckpointError, message, some
+
+_UNFINISHED = ".unfinished"
+_ITS_MODEL = "Load it into the model it was made of"
+_ANOTHER = "Load another one: latest_checkpoint finds the newest that is complete"
+
+
+class _WholeOrNothing(dcp.FileSystemWriter):
+    """Writes beside the folder's name. The coordinator gives it the name while all other ranks still wait for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._beside = folder.with_name(folder.name + _UNFINISHED)
+        super().__init__(self._beside)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        os.replace(self._beside, self._folder)
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    wait: bool = True,
+) -> Any:
+    """Save a model and its optimizer. Every rank must call.
+
+    Args:
+        folder: Made here. It appears when the checkpoint is complete; a job killed before that leaves one whose name
+            ends in ".unfinished", which the next save to the same name removes.
+        model: The model, in any layout.
+        optimizer: Its optimizer.
+        extra: Whatever else must come back, the same on every rank: the step, a scheduler's state, a seed.
+        wait: False returns once everything is copied, and writes while training goes on.
+
+    Returns:
+        None, or with `wait=False` a future whose `result()` waits for the end and raises what went wrong.
+
+    Raises:
+        CheckpointError: If the folder is already there.
+    """
+    path = Path(folder)
+    if path.exists():
+        raise CheckpointError(message(f"folder {path}", found="already there", do="Save every step to its own"))
+    beside = path.with_name(path.name + _UNFINISHED)
+    if beside.exists():
+        shutil.rmtree(beside, ignore_errors=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    everything = {"model": model_state, "optimizer": optimizer_state, "extra": _packed(dict(extra or {}))}
+    writer = _WholeOrNothing(path)
+    if wait:
+        dcp.save(everything, storage_writer=writer)
+        return None
+    return dcp.async_save(everything, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.THREAD)
+
+
+def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Load a model and its optimizer, saved on any number of ranks in any layout. Every rank must call.
+
+    Names, shapes and files are checked first, and the values are read into memory of their own: where this raises,
+    model and optimizer are as they were.
+
+    Args:
+        folder: What `save_checkpoint` made.
+        model: The model; written.
+        optimizer: Its optimizer; written.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        CheckpointError: Names the file or the key that does not fit.
+    """
+    path = Path(folder)
+    metadata = _read_metadata(path)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    wanted = _copied({"model": model_state, "optimizer": optimizer_state})
+    _check_keys(path, wanted, metadata)
+    _check_files(path, metadata)
+    wanted["extra"] = _room_for_extra(metadata)
+    try:
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
+    except CheckpointException as error:
+        raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=_ANOTHER)) from error
+    set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"])
+    return _unpacked(wanted["extra"])
+
+
+def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
+    """Find the newest complete checkpoint among the folders in a folder.
+
+    Args:
+        root: Where checkpoints are saved, each to its own folder.
+
+    Returns:
+        The one whose data was completed last; None if there is none.
+    """
+    found = [path.parent for path in Path(root).glob("*/.metadata") if not path.parent.name.endswith(_UNFINISHED)]
+    return max(found, key=lambda path: ((path / ".metadata").stat().st_mtime_ns, path.name), default=None)
+
+
+def _packed(extra: dict[str, Any]) -> Tensor:
+    """One tensor of bytes: its size is known before it is loaded, whatever it holds."""
+    file = io.BytesIO()
+    torch.save(extra, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _room_for_extra(metadata: Metadata) -> Tensor:
+    there = metadata.state_dict_metadata["extra"]
+    assert isinstance(there, TensorStorageMetadata)
+    return torch.empty(there.size, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    extra: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    return extra
+
+
+def _copied(value: Any) -> Any:
+    """Tensors of their own in host memory, in the same layouts; the rest as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        return dcp.FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        found = (
+            "no .metadata in it: not a checkpoint, or one that was never completed" if path.exists() else "no folder"
+        )
+        raise CheckpointError(message(f"checkpoint {path}", found=found, do=_ANOTHER)) from error
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(message(f"file {path / '.metadata'}", found="not readable", do=_ANOTHER)) from error
+
+
+def _check_keys(path: Path, wanted: dict[str, Any], metadata: Metadata) -> None:
+    """Compare names and shapes of what is there with what is needed."""
+    saved = metadata.state_dict_metadata
+    needed, _ = flatten_state_dict(wanted)
+    missing = [key for key in needed if key not in saved] + [key for key in ("extra",) if key not in saved]
+    unknown = [key for key in saved if key not in needed and key.startswith(("model.", "optimizer.state."))]
+    for keys, what in ((missing, "has no"), (unknown, "has more than is wanted:")):
+        if keys:
+            found = f"the checkpoint {what} {some(keys)}"
+            raise CheckpointError(
+                message(f"checkpoint {path}", found=found, do="Load it into the model it was made of")
+            )
+    for key, value in needed.items():
+        there = saved[key]
+        if isinstance(value, Tensor) != isinstance(there, TensorStorageMetadata):
+            continue  # a hyper-parameter that is a tensor on one side: the optimizer will say whether it takes it
+        if isinstance(there, TensorStorageMetadata) and tuple(there.size) != tuple(value.shape):
+            found = f"{tuple(there.size)} in {path}, here it is {tuple(value.shape)}"
+            raise CheckpointError(message(key, found=found, do=_ITS_MODEL))
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    """See that every file is there and long enough."""
+    ends: dict[str, int] = {}
+    for where in metadata.storage_data.values():
+        ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+    for name, end in ends.items():
+        file = path / name
+        size = file.stat().st_size if file.exists() else None
+        if size is None or size < end:
+            found = "missing" if size is None else f"{size:,} bytes, it should have {end:,}"
+            raise CheckpointError(message(f"file {file}", found=found, do=_ANOTHER))

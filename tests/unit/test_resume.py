@@ -1,0 +1,162 @@
+"""save_checkpoint and load_checkpoint on one process: complete or not there, loaded whole or not at all."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from meshmuon import CheckpointError, Muon, latest_checkpoint, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def build(width=8, *, seed=0, dtype=torch.float32, layers=2, optimizer=Muon, **settings):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).to(dtype)
+    opt = optimizer(model if optimizer is Muon else model.parameters(), lr=0.02, **settings)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    opt.step()
+    return model, opt
+
+
+def everything(model, opt):
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        values |= {f"{name}.{key}": value.clone() for key, value in opt.state[p].items()}
+    return values
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_round_trip_with_extras(tmp_path, wait):
+    model, opt = build()
+    opt.param_groups[0]["lr"] = 0.5
+    extra = {"step": 7, "rng": torch.get_rng_state(), "history": [1.5, 2.5]}
+    pending = save_checkpoint(tmp_path / "step-7", model, opt, extra=extra, wait=wait)
+    expected = everything(model, opt)
+    if not wait:
+        pending.result()
+    other, again = build(seed=1)
+    assert not same(everything(other, again), expected)
+    found = load_checkpoint(tmp_path / "step-7", other, again)
+    assert same(everything(other, again), expected)
+    assert (found["step"], found["history"]) == (7, [1.5, 2.5]) and torch.equal(found["rng"], extra["rng"])
+    assert again.param_groups[0]["lr"] == 0.5
+
+
+def test_bf16_parameters_keep_their_fp32_momentum(tmp_path):
+    model, opt = build(dtype=torch.bfloat16, state_dtype=torch.float32)
+    save_checkpoint(tmp_path / "a", model, opt)
+    other, again = build(seed=1, dtype=torch.bfloat16, state_dtype=torch.float32)
+    load_checkpoint(tmp_path / "a", other, again)
+    assert again.state[other[0].weight]["momentum_buffer"].dtype == torch.float32
+    assert same(everything(model, opt), everything(other, again))
+
+
+def test_offloaded_state_is_saved_and_loaded(tmp_path):
+    model, opt = build(offload=True)
+    save_checkpoint(tmp_path / "a", model, opt)
+    for on in (True, False):
+        other, again = build(seed=1, offload=on)
+        load_checkpoint(tmp_path / "a", other, again)
+        assert same(everything(model, opt), everything(other, again))
+
+
+def _truncated(folder):
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    return file.name
+
+
+def _missing_file(folder):
+    file = next(folder.glob("*.distcp"))
+    file.unlink()
+    return file.name
+
+
+def _no_metadata(folder):
+    (folder / ".metadata").unlink()
+    return "metadata"
+
+
+def _broken_metadata(folder):
+    file = folder / ".metadata"
+    file.write_bytes(file.read_bytes()[:100])
+    return "metadata"
+
+
+@pytest.mark.parametrize("damage", [_truncated, _missing_file, _no_metadata, _broken_metadata])
+def test_a_damaged_checkpoint_names_the_file_and_changes_nothing(tmp_path, damage):
+    save_checkpoint(tmp_path / "a", *build())
+    name = damage(tmp_path / "a")
+    model, opt = build(seed=1)
+    before = everything(model, opt)
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(tmp_path / "a", model, opt)
+    assert same(everything(model, opt), before)
+
+
+def test_damaged_bytes_change_nothing(tmp_path):
+    """Files of the right length with wrong bytes are noticed only while they are read."""
+    save_checkpoint(tmp_path / "a", *build())
+    file = next((tmp_path / "a").glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    model, opt = build(seed=1)
+    before = everything(model, opt)
+    with pytest.raises(CheckpointError, match="a"):
+        load_checkpoint(tmp_path / "a", model, opt)
+    assert same(everything(model, opt), before)
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        ({"width": 9}, r"0\.weight.*\(8, 8\).*\(9, 9\)"),
+        ({"layers": 3}, r"has no .*model\.2"),
+        ({"layers": 1}, r"more than is wanted.*model\.1"),
+        ({"optimizer": torch.optim.AdamW}, r"has no optimizer\.state\.0\.weight\.(step|exp_avg)"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(tmp_path, other, word):
+    save_checkpoint(tmp_path / "a", *build())
+    model, opt = build(seed=1, **other)
+    before = everything(model, opt)
+    with pytest.raises(CheckpointError, match=word):
+        load_checkpoint(tmp_path / "a", model, opt)
+    assert same(everything(model, opt), before)
+
+
+def test_a_checkpoint_of_adamw_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "a", *build(optimizer=torch.optim.AdamW))
+    with pytest.raises(CheckpointError, match="momentum_buffer"):
+        load_checkpoint(tmp_path / "a", *build())
+
+
+def test_a_plain_dcp_folder_without_our_extra_is_named(tmp_path):
+    model, opt = build()
+    a, b = get_state_dict(model, opt)
+    dcp.save({"model": a, "optimizer": b}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(CheckpointError, match="extra"):
+        load_checkpoint(tmp_path / "a", model, opt)
+
+
+def test_folders(tmp_path):
+    model, opt = build()
+    assert latest_checkpoint(tmp_path) is None
+    save_checkpoint(tmp_path / "step-10", model, opt)
+    save_checkpoint(tmp_path / "step-9", model, opt)
+    (tmp_path / "step-12.unfinished").mkdir()
+    (tmp_path / "step-12.unfinished" / ".metadata").write_bytes(b"")
+    (tmp_path / "step-13").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-9", "the one completed last"
+    with pytest.raises(CheckpointError, match="already there"):
+        save_checkpoint(tmp_path / "step-9", model, opt)
+    save_checkpoint(tmp_path / "step-12", model, opt)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-12" and not (tmp_path / "step-12.unfinished").exists()
+    with pytest.raises(CheckpointError, match="no folder"):
+        load_checkpoint(tmp_path / "step-99", model, opt)
