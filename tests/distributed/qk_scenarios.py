@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import Muon, QKClip, QKLogits, Sharded
+from meshmuon.exchange.peers import Peers
 from meshmuon.layout.heads import HeadParameter
 from meshmuon.runtime import qk_clip
-from meshmuon.runtime.qk_clip import HeadClip
+from meshmuon.testing import Replay
 from meshmuon.update.qk_clip import clip_factors
-from tests.distributed.fault_scenarios import attempt, held
+from tests.distributed.fault_scenarios import attempt, on_mesh
 from tests.distributed.plain_scenarios import cut, uncut
 from tests.distributed.scenarios import LAYOUTS, groups_for, shard, tensor_for, whole
 
@@ -93,7 +96,7 @@ def those_who_look(way, size):
 
 def sabotaged(sabotage):
     if sabotage == "no reduction":
-        return mock.patch.object(HeadClip, "_largest", lambda self, ranks, numbers: numbers, create=True)
+        return mock.patch.object(Peers, "largest", lambda self, ranks, numbers: numbers)
     if sabotage == "local rows":
         return mock.patch.object(HeadParameter, "held", _as_if_local)
     if sabotage == "k left alone":
@@ -115,8 +118,6 @@ def train(params, settings, give_gradient, give_logits, sabotage=None, steps=STE
     """Some steps; the optimizer."""
     with sabotaged(sabotage):
         opt = Muon(groups_for(params), **{**SETTINGS, **settings})
-        if sabotage == "no reduction":
-            opt._ready().heads._largest = lambda ranks, numbers: numbers
         for step in range(steps):
             for name, (tensor, _) in params.items():
                 tensor.grad = give_gradient(step, name, tensor)
@@ -211,16 +212,20 @@ def as_shards(kind, way, sabotage=None):
     return result, opt.metrics()["qk_clipped_heads"]
 
 
+def on_rows():
+    """Parameters cut along their rows, with gradients."""
+    place = on_mesh()
+    params = {}
+    for name, (shape, view) in table("mha").items():
+        params[name] = (nn.Parameter(place(tensor_for("parameter", name, shape, torch.float32))), view)
+        params[name][0].grad = place(tensor_for("gradient", name, shape, torch.float32))
+    return params
+
+
 def refused(bad):
     """One rank has logits that do not fit; then a good step. What each rank raised, and what was changed."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    params = {
-        n: (nn.Parameter(shard(tensor_for("parameter", n, s, torch.float32), mesh, [Shard(0)])), v)
-        for n, (s, v) in table("mha").items()
-    }
+    params = on_rows()
     opt = Muon(groups_for(params), qk_clip=None if bad == "no qk_clip" else KINDS["mha"][0], **SETTINGS)
-    for name, (tensor, _) in params.items():
-        tensor.grad = shard(tensor_for("gradient", name, tensor.shape, torch.float32), mesh, [Shard(0)])
     good = None if bad == "no qk_clip" else all_layers(lambda layer: logits(0, layer, 0))
     wrong = {
         "missing": {0: logits(0, 0, 0)},
@@ -235,25 +240,15 @@ def refused(bad):
 
 def unlike():
     """Ranks that were told to clip differently."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    params = {
-        n: (nn.Parameter(shard(tensor_for("parameter", n, s, torch.float32), mesh, [Shard(0)])), v)
-        for n, (s, v) in table("mha").items()
-    }
+    params = on_rows()
     opt = Muon(groups_for(params), qk_clip=_clip(threshold=50.0 + dist.get_rank()), **SETTINGS)
     return attempt(opt.step, params, opt)
 
 
 def skipped():
     """A gradient that is not finite on one rank: nobody scales anything."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    params = {
-        n: (nn.Parameter(shard(tensor_for("parameter", n, s, torch.float32), mesh, [Shard(0)])), v)
-        for n, (s, v) in table("mha").items()
-    }
+    params = on_rows()
     opt = Muon(groups_for(params), qk_clip=KINDS["mha"][0], **SETTINGS)
-    for name, (tensor, _) in params.items():
-        tensor.grad = shard(tensor_for("gradient", name, tensor.shape, torch.float32), mesh, [Shard(0)])
     if dist.get_rank() == 1:
         params["mlp.weight"][0].grad._local_tensor[0] = float("nan")
     record = attempt(lambda: opt.step(qk_logits=all_layers(lambda layer: torch.full((HEADS,), 900.0))), params, opt)
@@ -278,9 +273,8 @@ def stages():
         ),
         lambda step: {stage: logits(step, stage, rank)},
     )
-    before = held(params, opt)
     wrong = attempt(lambda: opt.step(qk_logits={1 - stage: logits(0, 0, rank)}), params, opt)
-    assert before.keys() and not wrong["changed"]
+    assert not wrong["changed"]
     pieces = {name: tensor.detach()._local_tensor for name, (tensor, _) in params.items()}
     every = [None] * 4
     dist.all_gather_object(every, pieces)
@@ -299,45 +293,46 @@ class Attention(nn.Module):
         return x + nn.functional.scaled_dot_product_attention(q, k, q).sum()
 
 
-def with_ddp():
-    """Real backward passes through DistributedDataParallel, other data on each rank, logits from the collector."""
+def wrapped(wrapper):
+    """A model as users wrap it."""
     torch.manual_seed(0)
-    inner = nn.ModuleDict({"attention": Attention(), "out": nn.Linear(WIDTH, 3)})
-    model = DistributedDataParallel(nn.Sequential(*inner.values()))
+    model = nn.Sequential(Attention(), nn.Linear(WIDTH, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        return fully_shard(model, mesh=mesh)
+    parallelize_module(model[0], mesh, {"q": ColwiseParallel(), "k": ColwiseParallel()})
+    return model
+
+
+def real_model(wrapper):
+    """Real backward passes, other data on each rank, logits from the collector: what differs from a replay."""
+    model = wrapped(wrapper)
     clip = QKClip(threshold=0.2, head_dim=DIM, q="{layer}.q.weight", k="{layer}.k.weight")
-    opt = Muon(model, lr=0.01, qk_clip=clip)
-    twin = nn.Sequential(Attention(), nn.Linear(WIDTH, 3))
-    twin.load_state_dict(model.module.state_dict())
-    replay = Muon(twin, lr=0.01, qk_clip=clip)
-    torch.manual_seed(dist.get_rank())
+    settings = {"lr": 0.01, "qk_clip": clip}
+    opt = Muon(model, **settings)
+    replay = Replay(opt, settings)
+    torch.manual_seed(0 if wrapper == "tp" else dist.get_rank())
     clipped = 0
     for _ in range(STEPS):
         with QKLogits(model) as seen:
             model(torch.randn(2, 5, WIDTH)).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            theirs.grad = ours.grad.clone()
         every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, dict(seen))
-        replay.step(qk_logits={layer: torch.stack([each[layer] for each in every]).amax(0) for layer in seen})
+        dist.all_gather_object(every, seen["0"])
+        replay.step(qk_logits={0: torch.cat(every) if wrapper == "tp" else torch.stack(every).amax(0)})
         opt.step(qk_logits=seen)
         opt.zero_grad()
         clipped += opt.metrics()["qk_clipped_heads"]
-    pairs = zip(model.module.named_parameters(), twin.parameters(), strict=True)
-    return [name for (name, ours), theirs in pairs if not torch.equal(ours, theirs)], clipped
+    return replay.differences(), clipped
 
 
 def counted():
     """The collectives of a step with and without QK-clip: their names and sizes."""
     found = {}
     for clips in (False, True):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        params = {
-            n: (nn.Parameter(shard(tensor_for("parameter", n, s, torch.float32), mesh, [Shard(0)])), v)
-            for n, (s, v) in table("mha").items()
-        }
+        params = on_rows()
         opt = Muon(groups_for(params), qk_clip=KINDS["mha"][0] if clips else None, **SETTINGS)
-        for name, (tensor, _) in params.items():
-            tensor.grad = shard(tensor_for("gradient", name, tensor.shape, torch.float32), mesh, [Shard(0)])
         opt.step()
         sizes = []
         reduce = dist.all_reduce

@@ -104,8 +104,9 @@ def test_plain_tensor_parallel_shards(pool, ranks, kind, way):
     assert differing(expected, wrong)
 
 
-def test_ddp_and_the_collector(pool):
-    for odd, clipped in pool(3).run(scenarios.with_ddp):
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])
+def test_real_models_and_the_collector(pool, wrapper):
+    for odd, clipped in pool(3).run(scenarios.real_model, wrapper):
         assert odd == [] and clipped > 0
 
 

@@ -263,6 +263,12 @@ def test_a_compiled_model_is_watched_and_not_compiled_again():
     assert len(compiled_graphs) == before
 
 
+def test_the_helper_compiles():
+    q, k = random(2, 4, 20, 8), random(2, 2, 20, 8, seed=1)
+    compiled = torch.compile(lambda q, k: max_logits(q, k, causal=True, chunk=8), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k), max_logits(q, k, causal=True, chunk=8))
+
+
 def test_a_layer_that_is_not_seen_is_named_by_the_step():
     """nn.MultiheadAttention is one function to torch: what it calls inside is not seen."""
     model = make_model("mha")

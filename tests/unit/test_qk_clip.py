@@ -205,6 +205,21 @@ def test_steps_without_logits_change_nothing_more():
     assert opt.metrics()["qk_max_logit"] == -INF
 
 
+def test_through_grad_scaler_a_scheduler_and_a_closure():
+    model = make_model("mha")
+    opt = Muon(model, lr=0.0, qk_clip=KINDS["mha"][1])
+    schedule = torch.optim.lr_scheduler.ConstantLR(opt)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(inputs())).backward()
+    scaler.step(opt, qk_logits=logits_of(model))
+    scaler.update()
+    schedule.step()
+    assert opt.metrics()["qk_clipped_heads"] > 0
+    assert all(each.max() <= 3.0 * (1 + 1e-5) for each in logits_of(model).values())
+    assert opt.step(lambda: 7.0, qk_logits=logits_of(model)) == 7.0
+    assert opt.metrics()["qk_max_logit"] <= 3.0 * (1 + 1e-5)
+
+
 def test_heads_that_take_adamw_and_heads_stored_the_other_way_round():
     model, other = make_model("mha"), make_model("mha")
     Muon(model, lr=0.0, qk_clip=KINDS["mha"][1], overrides={"*.q.weight": "adamw"}).step(qk_logits=logits_of(model))

@@ -114,6 +114,7 @@ class HeadClip:
         self._rank = plan.rank
         self._largest = largest
         self._last: list[tuple[Tensor, Tensor]] = []
+        self._found_here: dict[str, tuple[int, ...]] = {}
         layers: tuple[AttentionLayer, ...] = ()
         if self._clip is not None:
             layers = attention_layers(plan.parameters, self._clip, may_lack=plan.execution.allow_no_muon)
@@ -137,7 +138,7 @@ class HeadClip:
         try:
             given = None if qk_logits is None else self._checked(qk_logits)
             packed = [
-                None if given is None else torch.cat([self._placed(layer, given[layer.name]) for layer in team.layers])
+                None if given is None else usable_logits(torch.cat([self._placed(each, given) for each in team.layers]))
                 for team in self._teams
             ]
         except (TypeError, ValueError) as error:
@@ -200,9 +201,9 @@ class HeadClip:
             raise ValueError(message("qk_logits", found=f"nothing for layer {some(map(repr, missing))}", do=do))
         return given
 
-    def _placed(self, layer: AttentionLayer, logits: Any) -> Tensor:
+    def _placed(self, layer: AttentionLayer, given: Mapping[str, Any]) -> Tensor:
         """A layer's logits by global head, -inf where this rank knows nothing."""
-        subject = f"qk_logits[{layer.name!r}]"
+        subject, logits = f"qk_logits[{layer.name!r}]", given[layer.name]
         if not isinstance(logits, Tensor):
             do = "Give a tensor with the largest logit of each head"
             raise TypeError(message(subject, found=f"a {type(logits).__name__}", do=do))
@@ -210,12 +211,12 @@ class HeadClip:
             found = f"a {logits.dtype} tensor of shape {tuple(logits.shape)}"
             raise ValueError(message(subject, found=found, do=f"Give one number for each of {layer.q_heads} heads"))
         device = layer.parameters[0].record.device
-        mine = usable_logits(local(logits.detach()).to(device, non_blocking=True))
+        mine = local(logits.detach()).to(device, torch.float32, non_blocking=True)
         layout = layout_of(subject, logits)
         if layout is None and len(mine) == layer.q_heads:
             return mine
         if layout is None:
-            heads: tuple[int, ...] = layer.heads_of(self._rank)
+            heads = self._heads_here(layer)
             if len(heads) != len(mine):
                 found = f"{len(mine)} heads"
                 some_heads = f" or of the {len(heads)} of this rank" if 0 < len(heads) < layer.q_heads else ""
@@ -231,6 +232,11 @@ class HeadClip:
         for first, last, start in _runs(heads):
             placed[first:last] = mine[start : start + last - first]
         return placed
+
+    def _heads_here(self, layer: AttentionLayer) -> tuple[int, ...]:
+        if layer.name not in self._found_here:  # a step must not do such arithmetic for every layer
+            self._found_here[layer.name] = layer.heads_of(self._rank)
+        return self._found_here[layer.name]
 
 
 def _runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:

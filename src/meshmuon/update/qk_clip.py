@@ -36,9 +36,8 @@ def usable_logits(logits: Tensor) -> Tensor:
         logits: The largest logit of each head.
 
     Returns:
-        fp32, -inf where nothing can be said.
+        The same, -inf where nothing can be said.
     """
-    logits = logits.float()
     return torch.where(logits.isfinite(), logits, -torch.inf)
 
 
@@ -62,7 +61,7 @@ def clip_factors(
     whole = bound / logits.clamp(min=bound)  # not `threshold / tensor`: that multiplies with a rounded reciprocal
     one = torch.ones_like(bound)
     if proceed is not None:
-        whole = torch.where(proceed, whole, one)
+        whole = torch.where(proceed.to(whole.device, non_blocking=True), whole, one)
     largest = whole.new_zeros(keys).scatter_reduce_(0, key_of, whole, "amax")
     key = largest.sqrt_()
     return torch.cat([whole / key[key_of], whole, key, one.view(1)])
