@@ -20,6 +20,7 @@ from meshmuon.layout.heads import AttentionLayer, HeadParameter, Slots, attentio
 from meshmuon.layout.mesh import layout_of, local
 from meshmuon.plan.bucket import Plan
 from meshmuon.runtime.lookup import parameter_of
+from meshmuon.runtime.spans import span
 from meshmuon.update.qk_clip import RowScaled, clip_factors, scale_rows_, usable_logits
 
 # Takes the element-wise maximum over ranks; written.
@@ -155,22 +156,26 @@ class HeadClip:
             proceed: A device flag; where it is False nothing changes. None means go.
         """
         for team, packed in zip(self._teams, given.packed, strict=True):
-            if packed is None and len(team.ranks) < 2:
-                continue
-            if packed is None:  # other ranks may know more
-                packed = torch.full((team.q_heads,), -torch.inf, device=team.device)
-            logits = self._largest(team.ranks, packed)
-            assert self._clip is not None
-            threshold = self._clip.threshold
-            factors = clip_factors(logits, team.key_of, keys=team.k_heads, threshold=threshold, proceed=proceed)
-            over = factors[team.q_heads : 2 * team.q_heads] < 1
-            self._last.append((over.sum(), logits.amax()))
-            if over.device.type == "cpu" and not bool(over.any()):
-                continue  # on a GPU, to ask would be to wait
-            parameters = [
-                RowScaled(local(parameter_of(param_groups, p.record)).detach(), p.row_dim) for p in team.parameters
-            ]
-            scale_rows_(parameters, team.rows, factors)
+            if packed is not None or len(team.ranks) > 1:
+                with span("qk_clip"):
+                    self._scale(team, packed, param_groups, proceed)
+
+    def _scale(
+        self, team: _Team, packed: Tensor | None, param_groups: Sequence[Mapping[str, Any]], proceed: Tensor | None
+    ) -> None:
+        assert self._clip is not None
+        if packed is None:  # other ranks may know more
+            packed = torch.full((team.q_heads,), -torch.inf, device=team.device)
+        logits, threshold = self._largest(team.ranks, packed), self._clip.threshold
+        factors = clip_factors(logits, team.key_of, keys=team.k_heads, threshold=threshold, proceed=proceed)
+        over = factors[team.q_heads : 2 * team.q_heads] < 1
+        self._last.append((over.sum(), logits.amax()))
+        if over.device.type == "cpu" and not bool(over.any()):
+            return  # on a GPU, to ask would be to wait
+        parameters = [
+            RowScaled(local(parameter_of(param_groups, p.record)).detach(), p.row_dim) for p in team.parameters
+        ]
+        scale_rows_(parameters, team.rows, factors)
 
     def metrics(self) -> dict[str, float]:
         """Give numbers about the last step, waiting for them; nothing without `qk_clip`."""
