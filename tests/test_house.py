@@ -22,7 +22,7 @@ LAYERS = [
     {"testing"},
     {"__init__"},  # `import meshmuon`: everything public
     {"importers", "resume"},
-    {"muon", "planner", "sharded_polar"},
+    {"muon", "planner", "sharded_polar", "attention"},
     {"step"},
     {"preparation"},
     {"routing", "groups", "checkpoint"},

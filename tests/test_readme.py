@@ -52,3 +52,13 @@ def test_the_conversions_of_the_learning_rate_page():
 
 def test_the_speed_table_is_made_from_the_results():
     assert table() in README
+
+
+def test_the_code_of_the_qk_clip_page_runs():
+    page = (ROOT / "docs" / "qk-clip.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) >= 5
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["opt"].metrics()["qk_max_logit"] > 0 and names["logits"].shape == (4,)

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshmuon.config import Orthogonalizer
+    from meshmuon.attention import QKLogits, max_logits
+    from meshmuon.config import Orthogonalizer, QKClip
     from meshmuon.errors import (
         BrokenOptimizerError,
         CheckpointError,
@@ -41,6 +42,8 @@ __all__ = [
     "NonFiniteGradientWarning",
     "Orthogonalizer",
     "PlanMismatchError",
+    "QKClip",
+    "QKLogits",
     "Sharded",
     "View",
     "convert_lr",
@@ -48,6 +51,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "load_foreign_state",
+    "max_logits",
     "megatron_shards",
     "orthogonalize",
     "param_groups",
@@ -68,6 +72,8 @@ _HOMES = {
     "NonFiniteGradientWarning": "meshmuon.errors:NonFiniteGradientWarning",
     "Orthogonalizer": "meshmuon.config:Orthogonalizer",
     "PlanMismatchError": "meshmuon.errors:PlanMismatchError",
+    "QKClip": "meshmuon.config:QKClip",
+    "QKLogits": "meshmuon.attention:QKLogits",
     "Sharded": "meshmuon.layout.plain:Sharded",
     "View": "meshmuon.layout.matrix_view:MatrixView",
     "convert_lr": "meshmuon.update.scale:convert_lr",
@@ -75,6 +81,7 @@ _HOMES = {
     "latest_checkpoint": "meshmuon.resume:latest_checkpoint",
     "load_checkpoint": "meshmuon.resume:load_checkpoint",
     "load_foreign_state": "meshmuon.importers:load_foreign_state",
+    "max_logits": "meshmuon.attention:max_logits",
     "megatron_shards": "meshmuon.layout.plain:megatron_shards",
     "orthogonalize": "meshmuon.sharded_polar:orthogonalize",
     "param_groups": "meshmuon.routing:param_groups",

@@ -23,6 +23,7 @@ Mode = Literal["exact", "blockwise"]
 Sharing = Literal["auto", "always", "never"]
 NonFinite = Literal["skip", "raise", "ignore"]
 GradSync = Literal["none", "optimizer", "reduce_scatter"]
+AttentionKind = Literal["mha", "gqa", "mla"]
 
 STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -281,6 +282,100 @@ class Orthogonalizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QKClip:
+    """Which rows of which parameters make the q and k heads, and how large their logits may become.
+
+    Attributes:
+        threshold: Heads whose largest logit is above it are scaled down to it.
+        head_dim: Rows of a head in q and in k. For "mla", of its part without positions, which comes first.
+        q: Name of the parameter that makes q, with `{layer}` for what differs between layers.
+        k: The same for k. For "mla", of the parameter that makes k and v from the latent. A bias beside it (`.bias` for
+            `.weight`) is scaled along.
+        q_heads: Number of q heads; None: from the number of rows. "mla" needs it.
+        k_heads: Number of k heads; None: from the number of rows.
+        fused_rows: Where `q` and `k` are one parameter: rows of its parts, q first, k second, such as (q, k, v). Parts
+            of one group of heads, if they repeat until the last row.
+        kind: "mha": a k head for each q head; "gqa": one for several; "mla": k partly shared by all, without a head.
+    """
+
+    threshold: float = 100.0
+    head_dim: int
+    q: str
+    k: str
+    q_heads: int | None = None
+    k_heads: int | None = None
+    fused_rows: tuple[int, ...] | None = None
+    kind: AttentionKind = "mha"
+
+    def __post_init__(self) -> None:
+        threshold = check_number("QKClip(threshold=)", self.threshold, low=0.0, open_low=True)
+        object.__setattr__(self, "threshold", threshold)
+        check_integer("QKClip(head_dim=)", self.head_dim, low=1)
+        check_word("QKClip(kind=)", self.kind, get_args(AttentionKind))
+        for name in ("q", "k"):
+            check_layer_pattern(f"QKClip({name}=)", getattr(self, name))
+        for name in ("q_heads", "k_heads"):
+            if getattr(self, name) is not None:
+                check_integer(f"QKClip({name}=)", getattr(self, name), low=1)
+        if self.fused_rows is not None:
+            object.__setattr__(self, "fused_rows", check_sizes("QKClip(fused_rows=)", self.fused_rows))
+        self._check_heads()
+        self._check_fused()
+
+    def _check_heads(self) -> None:
+        q, k = self.q_heads, self.k_heads
+        if self.kind == "mla" and q is None:
+            do = "Give it: the rows of a head are counted by it"
+            raise ValueError(message("QKClip(q_heads=)", found='None with kind="mla"', do=do))
+        if q is None or k is None:
+            return
+        if self.kind != "gqa" and q != k:
+            do = 'Give the same number of both, or kind="gqa"'
+            raise ValueError(message("QKClip(k_heads=)", found=f'{k} for {q} q heads with kind="{self.kind}"', do=do))
+        if q % k:
+            do = "Each k head belongs to the same number of q heads"
+            raise ValueError(message("QKClip(k_heads=)", found=f"{k} for {q} q heads", do=do))
+
+    def _check_fused(self) -> None:
+        rows = self.fused_rows
+        if (rows is None) == (self.q == self.k):
+            found = f"{rows} for {'one parameter' if self.q == self.k else 'two parameters'} of q and k"
+            do = "Give the rows of q, k and the rest where, and only where, q and k are one parameter"
+            raise ValueError(message("QKClip(fused_rows=)", found=found, do=do))
+        if rows is None:
+            return
+        if self.kind == "mla":
+            found = f'{rows} with kind="mla"'
+            raise ValueError(message("QKClip(fused_rows=)", found=found, do="Name the parameters of q and of k"))
+        if len(rows) < 2 or rows[0] % self.head_dim or rows[1] % self.head_dim:
+            found = f"{rows} with head_dim={self.head_dim}"
+            do = "Give the rows of q, then of k, as multiples of head_dim, then of the rest"
+            raise ValueError(message("QKClip(fused_rows=)", found=found, do=do))
+
+
+def check_layer_pattern(name: str, value: Any) -> str:
+    """Accept a name with `{layer}` in it, once.
+
+    Args:
+        name: The argument, for the message.
+        value: What the user gave.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is not a string.
+        ValueError: If `{layer}` is not in it once.
+    """
+    do = 'Write {layer} once, for what differs between layers, e.g. "layers.{layer}.self_attn.q_proj.weight"'
+    if not isinstance(value, str):
+        raise TypeError(message(name, found=f"{value!r} ({type(value).__name__})", do=do))
+    if value.count("{layer}") != 1:
+        raise ValueError(message(name, found=f"{value!r}", do=do))
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """How a step runs, as opposed to what it computes.
 
@@ -296,6 +391,7 @@ class Execution:
         grad_sync: Whether the optimizer averages gradients over ranks itself, and how.
         max_grad_norm: Bound on the norm of those averages.
         cuda_graph: Whether the launches of a step are captured in a CUDA graph and replayed.
+        qk_clip: Which heads are scaled down when their logits grow too large; None: no heads.
     """
 
     orthogonalizer: Orthogonalizer = Orthogonalizer()
@@ -309,6 +405,7 @@ class Execution:
     grad_sync: GradSync = "none"
     max_grad_norm: float | None = None
     cuda_graph: bool = False
+    qk_clip: QKClip | None = None
 
     @property
     def syncs(self) -> bool:
@@ -319,6 +416,9 @@ class Execution:
         if not isinstance(self.orthogonalizer, Orthogonalizer):
             found = f"{self.orthogonalizer!r}"
             raise TypeError(message("orthogonalizer", found=found, do='Use Orthogonalizer(form="auto", dtype="auto")'))
+        if self.qk_clip is not None and not isinstance(self.qk_clip, QKClip):
+            do = 'Use QKClip(head_dim=..., q="...{layer}...", k="...{layer}...")'
+            raise TypeError(message("qk_clip", found=f"{self.qk_clip!r} ({type(self.qk_clip).__name__})", do=do))
         check_word("non_finite", self.non_finite, get_args(NonFinite))
         check_bool("release_grads", self.release_grads)
         check_integer("max_in_flight", self.max_in_flight, low=1)

@@ -19,6 +19,7 @@ from meshmuon.config import (
     LRRule,
     NonFinite,
     Orthogonalizer,
+    QKClip,
     Sharing,
     WeightDecayMode,
     check_lr,
@@ -100,6 +101,7 @@ class Muon(Optimizer):
         workspace_bytes: Bound on the memory a step takes beyond parameters, gradients and state.
         offload: Whether state lives in host memory, and is brought to the device bucket by bucket while a step runs.
             `offload_state` changes it at any time.
+        qk_clip: Which parameters make q and k heads, and how large their logits may become; see `step`.
         cuda_graph: Whether the launches of a step are replayed as one CUDA graph, for small models, which are bound by
             the host. The graph keeps its workspace. lr, weight decay and momentum stay live.
         allow_no_muon: Whether to accept a model in which nothing takes Muon.
@@ -142,6 +144,7 @@ class Muon(Optimizer):
         max_in_flight: int = 2,
         workspace_bytes: int = 2**30,
         offload: bool = False,
+        qk_clip: QKClip | None = None,
         cuda_graph: bool = False,
         allow_no_muon: bool = False,
         **unknown: Any,
@@ -175,11 +178,13 @@ class Muon(Optimizer):
             logger.info("%s", self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, qk_logits: Mapping[Any, Tensor] | None = None) -> Any:
         """Take one optimization step.
 
         Args:
             closure: Re-evaluates the model and returns the loss, as in torch.optim.
+            qk_logits: With `qk_clip`: layer → the largest scaled logit (softmax input) of each of its heads, or of this
+                rank's. Heads over the threshold on any rank are scaled down to it after the update.
 
         Returns:
             What the closure returned, or None.
@@ -192,14 +197,16 @@ class Muon(Optimizer):
         with ready.peers.together():
             if ready.peers.meet():
                 ready.peers.compare_values(self._tensors.checksums(ready.plan))
+            logits = ready.heads.read(qk_logits)
             verdict = self._agreement.check(
-                self._tensors.watched(ready.plan),
+                logits.told(self._tensors.watched(ready.plan)),
                 peers=ready.peers,
                 found_inf=getattr(self, "found_inf", None),
                 unscale=self._unscale(),
             )
             if verdict.go:
                 self._take_step(ready, verdict)
+                ready.heads.scale_(logits, self.param_groups, verdict.flag)
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
         return loss
@@ -306,9 +313,10 @@ class Muon(Optimizer):
 
         Returns:
             `steps`: calls of `step`, skipped ones included; `skipped_non_finite` and `skipped_grad_scaler`: of these,
-            how many changed nothing, and why.
+            how many changed nothing, and why. With `qk_clip`, of the last step: `qk_clipped_heads`, how many heads were
+            scaled down, and `qk_max_logit`, the largest logit of all (-inf if nothing was known).
         """
-        return self._agreement.counts()
+        return {**self._agreement.counts(), **self._ready().heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:
         ours = {name: self.__dict__[name] for name in _OURS}

@@ -25,6 +25,7 @@ from meshmuon.plan.describe import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
+from meshmuon.runtime.qk_clip import HeadClip
 from meshmuon.runtime.snapshot import Snapshot
 from meshmuon.update.fused import BucketUpdates
 
@@ -42,6 +43,7 @@ class Ready:
         peers: The ranks to agree with.
         contributions: Averages gradients, where the optimizer does that.
         updates: Does the element-wise work of the plan's buckets.
+        heads: Scales attention heads whose logits are too large.
         owned: The state this rank has then; None where every rank has the state of what it holds.
     """
 
@@ -50,6 +52,7 @@ class Ready:
     peers: Peers
     contributions: Contributions
     updates: BucketUpdates
+    heads: HeadClip
     owned: OwnedState | None = None
 
     @contextmanager
@@ -193,4 +196,5 @@ class Preparation:
         owned = None
         if self._execution.syncs:
             owned = OwnedState(plan, param_groups, state_dtype, before=earlier[1], on_host=self.on_host)
-        return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, BucketUpdates(), owned)
+        heads = HeadClip(plan, peers.largest)
+        return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, BucketUpdates(), heads, owned)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-import meshmuon.muon
+import meshmuon.step
 from meshmuon import Muon
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.plan.route import Route
@@ -101,7 +101,7 @@ def recorded():
         mock.patch.object(dist, "all_to_all_single", counted),
         mock.patch.object(Exchange, "gather", during("gather", gather)),
         mock.patch.object(Exchange, "scatter", during("scatter", scatter)),
-        mock.patch.object(meshmuon.muon, "orthogonalize_stack", polar),
+        mock.patch.object(meshmuon.step, "orthogonalize_stack", polar),
     ):
         yield events
 

@@ -35,7 +35,7 @@ class Watched:
         grad: What this rank holds of the gradient.
         largest: The largest magnitude its arithmetic can take.
         shared: Whether other ranks hold the parameter too.
-        refused: Why the gradient cannot be used at all, if so.
+        refused: Why the gradient, or something else that was given for the step, cannot be used at all, if so.
         may_lack: Whether a rank may be without a gradient that others have: it then counts as zero.
     """
 
@@ -72,6 +72,7 @@ class _Report:
         overflow: Whether GradScaler saw an overflow.
         arrived: When it is here; None if it is.
         present: For each, whether any rank has a gradient; None if nobody was asked.
+        refusal: What was wrong on this rank, if it was this one.
     """
 
     step: int
@@ -82,6 +83,7 @@ class _Report:
     overflow: Tensor
     arrived: torch.cuda.Event | None = None
     present: Tensor | None = None
+    refusal: Exception | None = None
 
 
 class Agreement:
@@ -158,14 +160,17 @@ class Agreement:
         else:  # nothing is written, and it is reported with the others when the answer has arrived
             torn, beyond[1] = torn | refused, beyond[1] | beyond[2]
         bad, torn, differing = (torch.cat([row, beyond[i : i + 1]]) for row, i in ((bad, 0), (torn, 1), (differing, 5)))
-        return _Report(self._steps, names, bad, torn, differing, beyond[3].float(), present=present)
+        refusal = next((w.refused for w in watched if w.refused is not None), None)
+        overflow = beyond[3].float()
+        return _Report(self._steps, names, bad, torn, differing, overflow, present=present, refusal=refusal)
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
         mine = next((w.refused for w in watched if w.refused is not None), None)
         if mine is not None:
             raise AgreedRefusalError(mine)
         names = [w.name for w, elsewhere in zip(watched, refused.tolist(), strict=True) if elsewhere]
-        found = f"the gradient of {some(names) or 'a parameter of another mesh'} cannot be used on another rank"
+        what = some(names) or "a parameter of another mesh"
+        found = f"another rank cannot use the gradient of {what}, or its qk_logits"
         do = "Nothing was changed. That rank says why"
         raise GradientMismatchError(message(f"step {self._steps}", found=found, do=do))
 
@@ -201,9 +206,9 @@ class Agreement:
             raise PlanMismatchError(message(f"step {report.step}", found=found, do=do))
         torn = [name for name, split in zip(report.names, report.torn.tolist(), strict=False) if split]
         if bool(report.torn.any()):
-            raise GradientMismatchError(
-                self._torn_message(report.step, torn or ["a parameter of another mesh"], watched, peers)
-            )
+            text = self._torn_message(report.step, torn or ["a parameter of another mesh"], watched, peers)
+            # This rank's own reason says more; but it is asked with the others, who wait for its answer.
+            raise GradientMismatchError(text if report.refusal is None else str(report.refusal)) from report.refusal
         if bool(report.overflow.item()):
             self._overflows += 1  # GradScaler expects these and lowers its scale: no reason to warn
             return False
@@ -225,8 +230,9 @@ class Agreement:
         where = "some ranks"
         if watched is not None and peers is not None:  # decided at once, so every rank is here to be asked
             without = peers.ranks_without([w.name for w in watched if w.shared and w.grad is None])
-            where = f"ranks {some(str(rank) for rank in without.get(torn[0], ()))}"
-        found = f"no gradient on {where} for {some(torn)}, though others have one"
+            if lacking := without.get(torn[0]):
+                where = f"ranks {some(map(str, lacking))}"
+        found = f"no usable gradient on {where} for {some(torn)}, though others have one"
         do = "Nothing was changed. Every rank that holds a part of a parameter must give it a gradient, or none may"
         return message(f"step {step}", found=found, do=do)
 
@@ -281,4 +287,4 @@ def _sent(report: _Report) -> _Report:
     if arrived is not None:
         arrived.record()
     bad, torn, differing, overflow = answers
-    return _Report(report.step, report.names, bad, torn, differing, overflow, arrived)
+    return _Report(report.step, report.names, bad, torn, differing, overflow, arrived, refusal=report.refusal)

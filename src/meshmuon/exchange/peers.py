@@ -247,6 +247,20 @@ class Peers:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups[self._everyone])
         return flags
 
+    def largest(self, ranks: Ranks, numbers: Tensor) -> Tensor:
+        """Take the element-wise maximum over the ranks of a mesh. Every one of them must ask.
+
+        Args:
+            ranks: Global ranks, ascending; this one alone, or nobody: nothing is sent.
+            numbers: What this rank has; written.
+
+        Returns:
+            The same on all of them.
+        """
+        if ranks in self._assemblies:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._groups[ranks])
+        return numbers
+
     def ranks_without(self, missing: Sequence[str]) -> dict[str, list[int]]:
         """Ask who has no gradient for which parameter. Every peer must ask.
 

@@ -12,10 +12,6 @@ from meshmuon.config import Algorithm, Execution
 from meshmuon.errors import message
 from meshmuon.groups.keys import ADAMW_KEYS, MUON_ARGUMENTS, MUON_KEYS
 
-_LATER_ARGUMENTS: dict[str, bool | str | None] = {
-    "qk_clip": None,
-}
-
 _OTHERS_WORDS = {
     "warmup_step": "max_in_flight",
     "num_ns_steps": "ns_steps",
@@ -41,6 +37,7 @@ _OTHERS_WORDS = {
     "none_grad": "release_grads",
     "is_muon_func": "overrides",
     "cautious_wd": "weight_decay_mode",
+    "clip_config": "qk_clip",
 }
 # The same inside a group, where AdamW's values have their own names.
 _OTHERS_KEYS = {
@@ -52,7 +49,6 @@ _GROUP_ONLY = tuple(key for key in MUON_KEYS if key not in MUON_ARGUMENTS)
 _ARGUMENTS = {field.name for field in fields(Execution)} | {"overrides", "expert_keys"}
 _NO_MESH = "Nothing is needed: meshes and layouts are read from the tensors"
 _WITHOUT_OURS = {
-    "clip_config": "That would be 'qk_clip', which is not in this version: leave it out",
     **dict.fromkeys(("distributed_mesh", "device_mesh", "mesh"), _NO_MESH),
 }
 _TORCH_FLAGS = {
@@ -73,19 +69,9 @@ def refuse_keywords(given: Mapping[str, Any], *, known: Callable[..., Any]) -> N
 
     Raises:
         TypeError: If a keyword is unknown; suggests ours.
-        ValueError: If it asks for something this version does not have.
     """
-    for name, value in given.items():
-        if name in _LATER_ARGUMENTS and not _is_same(value, _LATER_ARGUMENTS[name]):
-            do = f"Leave it at {_LATER_ARGUMENTS[name]!r}"
-            raise ValueError(message(name, found=f"{value!r} is not in this version", do=do))
     ours = [name for name in inspect.signature(known).parameters if name not in ("self", "unknown")]
-    refuse_unknown([name for name in given if name not in _LATER_ARGUMENTS], ours, where="Muon(...)")
-
-
-def _is_same(value: Any, default: bool | str | None) -> bool:
-    """Compare with a plain default; a tensor or an array would answer with another one."""
-    return isinstance(value, type(default)) and bool(value == default)
+    refuse_unknown(given, ours, where="Muon(...)")
 
 
 def refuse_unknown(unknown: Iterable[str], known: Sequence[str], *, where: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from meshmuon.errors import some
+from meshmuon.layout.heads import attention_layers
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.assign import balance
 from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
@@ -120,6 +121,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
         *_travel(plan),
         *_repeated(plan),
         *_blockwise(plan),
+        *_clipped(plan),
     ]
     if plan.buckets:
         flops = sum(plan.computed_here(bucket) * bucket.cost for bucket in plan.buckets)
@@ -209,6 +211,22 @@ def _blockwise(plan: Plan) -> list[str]:
         return []
     return [
         f"NOT Muon but a different algorithm, mode='blockwise': each rank orthogonalizes its own block of {some(names)}"
+    ]
+
+
+def _clipped(plan: Plan) -> list[str]:
+    clip = plan.execution.qk_clip
+    if clip is None:
+        return []
+    layers = attention_layers(plan.parameters, clip, may_lack=True)
+    if not layers:
+        return ["qk_clip: no attention layer here"]
+    heads = sorted({f"{layer.q_heads} q heads on {layer.k_heads} k heads" for layer in layers})
+    known = all(layer.team for layer in layers)
+    where = "" if known or plan.ranks == 1 else "; logits assumed the same on every rank, like the tensors"
+    return [
+        f"qk_clip: {len(layers)} layers of {' or '.join(heads)} ({clip.kind}), {clip.head_dim} rows each: logits above "
+        f"{clip.threshold:g} that step(qk_logits=) tells of are scaled back to it{where}"
     ]
 
 

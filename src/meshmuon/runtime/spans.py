@@ -16,7 +16,7 @@ def span(what: str, bucket: Bucket | None = None) -> AbstractContextManager[Any]
     """Name what is done inside, for torch.profiler and, under `emit_nvtx`, for Nsight.
 
     Args:
-        what: momentum, gather, polar, scatter, apply or adamw.
+        what: momentum, gather, polar, scatter, apply, adamw or qk_clip.
         bucket: Whose; its number is that of `print(opt.plan)`.
 
     Returns:

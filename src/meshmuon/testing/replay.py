@@ -56,11 +56,15 @@ class Replay:
             for key, value in self.optimizer.state[param].items():
                 self._plain.state[copy][key].copy_(whole(value))
 
-    def step(self) -> None:
-        """Take the step that the optimizer is about to take: call it after backward, on every rank."""
+    def step(self, *, qk_logits: Mapping[Any, Tensor] | None = None) -> None:
+        """Take the step that the optimizer is about to take: call it after backward, on every rank.
+
+        Args:
+            qk_logits: The logits that the step takes, of all heads, the largest over all ranks.
+        """
         for param, copy in zip(self._originals(), self.parameters.values(), strict=True):
             copy.grad = None if param.grad is None else whole(param.grad)
-        self._plain.step()
+        self._plain.step(qk_logits=qk_logits)
 
     def differences(self) -> list[str]:
         """Compare parameters and state with the run, bit for bit. Call it on every rank.
