@@ -23,7 +23,7 @@ LAYERS = [
     {"__init__"},  # `import meshmuon`: everything public
     {"importers", "resume"},
     {"muon", "planner", "sharded_polar", "attention"},
-    {"step"},
+    {"step", "measure"},
     {"preparation"},
     {"routing", "groups", "checkpoint"},
     {"runtime"},

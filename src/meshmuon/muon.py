@@ -38,6 +38,7 @@ from meshmuon.groups import (
 )
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.plain import Sharded, plain_layouts
+from meshmuon.measure import Measurement
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.describe import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
@@ -308,15 +309,29 @@ class Muon(Optimizer):
         self._offloaded = check_offload(on, self._execution)
         self._preparation.move_state(self.param_groups, self.state, on_host=on)
 
+    @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Give plain numbers for any logger, counted since this object was made.
+        """Give plain numbers for any logger, found when asked. It takes about as long as a step: ask now and then.
+
+        Every rank must ask. Call it between `step` and `zero_grad` to see the last directions exactly; once gradients
+        are gone (and always under `grad_sync`), directions are those of the momentum alone.
 
         Returns:
-            `steps`: calls of `step`, skipped ones included; `skipped_non_finite` and `skipped_grad_scaler`: of these,
-            how many changed nothing, and why. With `qk_clip`, of the last step: `qk_clipped_heads`, how many heads were
-            scaled down, and `qk_max_logit`, the largest logit of all (-inf if nothing was known).
+            Over all ranks, as `muon/...` and `adamw/...`; where there are several groups of a kind, also of each, with
+            its number (`muon.0/...`): `weight_rms`; `update_rms` of a step at the present lr, without weight decay;
+            `update_ratio` of the two; `momentum_norm`; and for Muon `orthogonality_error`, the root mean square of
+            |X·Xᵀ - I| / sqrt(m), without matrices on the Gram route.
+            For all: `dead`, parameters that have no momentum at all; `non_finite`, those that hold a NaN or inf; and of
+            this rank, `bytes_sent` and `exchanges` (all-to-alls) of a step.
+            Counted since this object was made: `steps`, skipped ones included; `skipped_non_finite` and
+            `skipped_grad_scaler`, of these, how many changed nothing, and why. With `qk_clip`: `qk_clipped_heads` and
+            `qk_max_logit` of the last step.
         """
-        return {**self._agreement.counts(), **self._ready().heads.metrics()}
+        ready = self._ready()
+        if ready.owned is not None:
+            ready.owned.catch_up(ready.contributions.together)
+        measured = Measurement(ready, self._tensors, self.param_groups, self.state).take()
+        return {**measured, **self._agreement.counts(), **ready.heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:
         ours = {name: self.__dict__[name] for name in _OURS}

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import Muon
 from meshmuon.plan.bucket import bytes_sent
-from meshmuon.plan.describe import contributions_sent
+from meshmuon.plan.sent import contributions_sent
 from tests.distributed.fault_scenarios import on_mesh
 from tests.distributed.plain_scenarios import REPLICATED
 from tests.distributed.scenarios import STEPS, groups_for, tensor_for

@@ -89,5 +89,6 @@ def test_steps_are_counted_whether_they_happened_or_not() -> None:
     with pytest.warns(UserWarning, match="skipped"):
         step(opt, [p], [torch.full((12, 6), torch.nan)])
     step(opt, [p], [randn(12, 6)])
-    assert opt.metrics() == {"steps": 3.0, "skipped_non_finite": 1.0, "skipped_grad_scaler": 0.0}
+    counted = {"steps": 3.0, "skipped_non_finite": 1.0, "skipped_grad_scaler": 0.0}
+    assert counted.items() <= opt.metrics().items()
     assert "skipped ones included" in " ".join((Muon.metrics.__doc__ or "").split())

@@ -98,6 +98,20 @@ class Contributions:
         work = dist.all_to_all_single(received, sent, list(spread), splits, group=self._groups[team], async_op=True)
         return Pending(lambda: received, work, sent)
 
+    def total(self, team: tuple[int, ...], numbers: Tensor) -> Tensor:
+        """Add up numbers over ranks.
+
+        Args:
+            team: Global ranks, ascending.
+            numbers: What this rank has; written.
+
+        Returns:
+            The sums, on every rank.
+        """
+        if dist.is_initialized():
+            dist.all_reduce(numbers, op=dist.ReduceOp.SUM, group=self._groups[team])
+        return numbers
+
     def together(self, team: tuple[int, ...], scattered: Tensor) -> Tensor:
         """Put together numbers of which each rank has some, and zeros for the rest. Every bit is kept, even of a -0.
 

@@ -15,6 +15,7 @@ from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.assign import balance
 from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
 from meshmuon.plan.route import Route
+from meshmuon.plan.sent import contributions_sent
 
 _HEADER = ("route", "tensors", "params", "share", "shape", "layout", "parameters", "reason")
 _RIGHT = {"tensors", "params", "share"}
@@ -165,27 +166,6 @@ def _travel(plan: Plan) -> list[str]:
             f"owner balance {balance(costs, owners, len(team)):.2f} (largest load / mean)"
         )
     return lines
-
-
-def contributions_sent(plan: Plan, team: tuple[int, ...]) -> int:
-    """Count what a rank sends where the optimizer averages gradients: these to owners, and AdamW's results to everyone.
-
-    Args:
-        plan: The plan.
-        team: The ranks that share the work.
-
-    Returns:
-        Bytes; directions do not count.
-    """
-    member = team.index(plan.rank)
-    total = 0
-    for bucket in plan.buckets:
-        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            total += (owner != member) * math.prod(matrix.shape) * matrix.parameter.dtype.itemsize
-    for flat in plan.flat:
-        own = flat.spread[member]
-        total += (sum(flat.spread) - own + own * (len(team) - 1)) * flat.dtype.itemsize
-    return total
 
 
 def _repeated(plan: Plan) -> list[str]:

@@ -70,6 +70,28 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
             _look_ahead(wanted, grad, item.buffer, rule)
 
 
+def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule) -> None:
+    """Write what the last step orthogonalized, or, of matrices whose gradients are gone, their momentum alone.
+
+    Args:
+        matrices: The tensors; only read.
+        inputs: The bucket's flat buffer; written.
+        rule: The numbers of that step.
+    """
+    for item in matrices:
+        wanted = item.input_in(inputs)
+        if wanted is None:
+            continue
+        buffer = item.buffer.to(item.param.device)
+        if item.grad is None:
+            wanted.copy_(buffer)
+            continue
+        grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
+        if rule.l2:
+            grad = grad + item.param.to(grad.dtype) * rule.l2
+        _look_ahead(wanted, grad, buffer, rule)
+
+
 def _look_ahead(wanted: Tensor, grad: Tensor, buffer: Tensor, rule: MomentumRule) -> None:
     """Write what will be orthogonalized. From the stored (rounded) buffer, so that a resumed run has the same bits."""
     if not rule.nesterov:

@@ -1,0 +1,62 @@
+"""What ranks run to measure: the same numbers on every rank, whatever each holds."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshmuon import Muon
+from meshmuon.exchange.contributions import Contributions
+from tests.distributed import sync_scenarios
+from tests.distributed.scenarios import chosen, groups_for, shard, tensor_for
+
+SETTINGS = {"lr": 0.02, "weight_decay": 0.2}
+
+
+def on_a_mesh(layout, settings, sabotage=None):
+    mesh_shape, table = chosen(layout)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    params = {
+        name: (torch.nn.Parameter(shard(tensor_for("p", name, shape, torch.float32), mesh, placements)), view)
+        for name, (shape, view, placements) in table.items()
+    }
+    opt = Muon(groups_for(params), **SETTINGS, **settings)
+    for step in range(2):
+        for name, (shape, _, placements) in table.items():
+            params[name][0].grad = shard(tensor_for(f"g{step}", name, shape, torch.float32), mesh, placements)
+        opt.step()
+    if sabotage == "not added up":
+        with mock.patch.object(Contributions, "total", lambda self, team, numbers: numbers):
+            return opt.metrics()
+    return opt.metrics()
+
+
+def alone(layout):
+    _, table = chosen(layout)
+    params = {n: (tensor_for("p", n, s, torch.float32).requires_grad_(), v) for n, (s, v, _) in table.items()}
+    opt = Muon(groups_for(params), **SETTINGS)
+    for step in range(2):
+        for name, (tensor, _) in params.items():
+            tensor.grad = tensor_for(f"g{step}", name, tensor.shape, torch.float32)
+        opt.step()
+    return opt.metrics()
+
+
+def synced(ranks=None):
+    """With a number of ranks: the oracle on one process, from momentum alone, as under grad_sync."""
+    import torch.distributed as dist
+
+    params = sync_scenarios.parameters(torch.float32)
+    extra = {"grad_sync": "optimizer"} if ranks is None else {}
+    opt = Muon(groups_for(params), **SETTINGS, nesterov=False, **extra)
+    for step in range(2):
+        for name, (tensor, _) in params.items():
+            if ranks is None:
+                tensor.grad = sync_scenarios.contribution(step, name, tensor.shape, dist.get_rank(), torch.float32)
+            else:
+                tensor.grad = sync_scenarios.average(step, name, tensor.shape, ranks, torch.float32)
+        opt.step()
+    opt.zero_grad()
+    return opt.metrics()
