@@ -13,7 +13,7 @@ from meshmuon.cli.main import build_app
 def test_help_waits_for_torch() -> None:
     script = (
         "import sys; from meshmuon.cli.main import build_app\n"
-        "for command in ('train', 'plan'):\n"
+        "for command in ('train', 'plan', 'doctor'):\n"
         "    build_app()([command, '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'meshmuon.cli.train' in sys.modules\n"
     )
@@ -36,7 +36,9 @@ def test_a_star_import_brings_every_public_name() -> None:
     assert set(meshmuon.__all__) <= set(names)
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["plan"]], ids=lambda words: " ".join(words) or "meshmuon")
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["plan"], ["doctor"]], ids=lambda words: " ".join(words) or "meshmuon"
+)
 def test_help_fits_eighty_columns_and_tells_exit_codes(command: list[str]) -> None:
     shown = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(build_app(), [*command, "--help"])
     assert shown.exit_code == 0 and max(map(len, shown.output.splitlines())) <= 80
