@@ -19,6 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"bench"},
     {"testing"},
     {"__init__"},  # `import meshmuon`: everything public
     {"importers", "resume"},

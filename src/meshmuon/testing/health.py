@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import tempfile
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from meshmuon import __version__
 from meshmuon.config import Orthogonalizer
-from meshmuon.kernels.configs import architecture_of
+from meshmuon.kernels.configs import VARIABLE, architecture_of, tuned_tiles
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.kernels.self_check import CHECKS as KERNELS
 from meshmuon.kernels.self_check import check_kernel
@@ -154,6 +155,8 @@ def kernels(site: Site) -> Iterator[Finding]:
             work = "element-wise in Triton" if choice.fused else "element-wise by torch"
             detail = f"short side {', '.join(map(str, sides))}: products by {choice.products}, {work}: {choice.reason}"
             yield Finding(f"kernels on {device.type}", True, detail)
+        if os.environ.get(VARIABLE):
+            yield Finding(VARIABLE, True, f"tiles of our own for {len(tuned_tiles())} shapes")
         if any(choice.fused for choice in choices):
             yield from (_one_kernel(name, device, dtype) for name in KERNELS)
 

@@ -13,7 +13,7 @@ from meshmuon.cli.main import build_app
 def test_help_waits_for_torch() -> None:
     script = (
         "import sys; from meshmuon.cli.main import build_app\n"
-        "for command in ('train', 'plan', 'doctor'):\n"
+        "for command in ('train', 'plan', 'doctor', 'bench'):\n"
         "    build_app()([command, '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'meshmuon.cli.train' in sys.modules\n"
     )
