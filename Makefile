@@ -21,13 +21,13 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(READY)   ## ruff and mypy
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
 format: $(READY) ## let ruff rewrite what it can
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
 
 bench: $(READY)  ## step time beside torch.optim.Muon and fused AdamW
 	$(BIN)/python -m benchmarks.bench_step $(ARGS)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.bench_step import milliseconds
 from meshmuon import Muon
+from meshmuon.bench.measure import milliseconds
 from meshmuon.cli.gpt import GPT, GPTConfig
 
 SIZES = {

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from benchmarks.workloads import GPU
 from meshmuon import Orthogonalizer, plan_for
+from meshmuon.bench.workloads import GPU
 from meshmuon.plan.calibration import Calibration, Sample, fit, polar_work
 from meshmuon.plan.hardware import known_hardware
 from meshmuon.polar.coefficients import resolve_schedule

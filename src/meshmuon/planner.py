@@ -77,12 +77,19 @@ def plan_for(
     routed = route_params(_parameters(model, dtype), expert_keys=expert_keys, overrides=_views(model, overrides))
     if device is None:
         execution, device = _target(machine, execution)
-    job = Job(Mesh.of(mesh, placements), routed.groups, execution=execution, polar=polar, device=device)
+    job = Job(
+        Mesh.of(mesh, placements),
+        routed.groups,
+        execution=execution,
+        polar=polar,
+        device=device,
+        reasons=routed.reasons,
+    )
     routes = job.routes(machine)
     muon, adamw = job.local_bytes("muon"), job.local_bytes("adamw")
     return Forecast(
         model=model if isinstance(model, str) else type(model).__name__,
-        layout=", ".join(f"{axis} {size}: {placements[axis]}" for axis, size in mesh.items()),
+        layout=", ".join(f"{axis} {size}: {_in_words(placements[axis])}" for axis, size in mesh.items()),
         ranks=job.mesh.ranks,
         hardware=machine,
         parameters=job.parameters,
@@ -92,7 +99,12 @@ def plan_for(
         recipes=job.recipes,
         chosen=routes[0].route,
         routes=tuple(routes),
+        plan=job.first_plan,
     )
+
+
+def _in_words(rule: Rule) -> str:
+    return rule if isinstance(rule, str) else " / ".join(f"{pattern} {word}" for pattern, word in rule.items())
 
 
 def _target(machine: Hardware, execution: Execution) -> tuple[Execution, torch.device]:

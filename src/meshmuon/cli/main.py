@@ -35,10 +35,14 @@ def build_app() -> "typer.Typer":
     """
     import typer
 
+    from meshmuon.cli import bench, doctor, plan
     from meshmuon.cli.train import HELP, train_command
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command("train", help=HELP)(train_command)
+    app.command("plan", help=plan.HELP)(plan.plan_command)
+    app.command("doctor", help=doctor.HELP)(doctor.doctor_command)
+    app.command("bench", help=bench.HELP)(bench.bench_command)
 
     @app.callback()
     def root(

@@ -8,10 +8,16 @@ there are to fill the device with. Elsewhere nobody measured it, and the choice 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
+
+from meshmuon.errors import message
 
 Architecture = Literal["hopper", "blackwell", "ampere", "rocm", "other"]
 
@@ -124,6 +130,9 @@ def choose_config(architecture: Architecture, batch: int, m: int, k: int, dtype:
     """
     if dtype == torch.float32:
         return _FLOAT32
+    tuned = tuned_tiles().get((architecture, m, k), {})
+    if batch in tuned or None in tuned:
+        return tuned[batch] if batch in tuned else tuned[None]
     sides = -(-m // 128)
     count = batch * sides * (sides + 1) // 2
     fits = (
@@ -135,3 +144,82 @@ def choose_config(architecture: Architecture, batch: int, m: int, k: int, dtype:
         and not (row.even_waves and -(-count // _HOPPER_SMS) % 2)
     )
     return next(fits)
+
+
+# [Note: tuned tiles] `meshmuon bench --tune FILE` writes what is fastest on one GPU; who sets this variable wants it.
+# Shapes in the file get its tiles, all others those of the table. Bits must stay independent of the batch: on Hopper
+# because the file may not change `block_k`, elsewhere because its rows hold for every batch.
+VARIABLE = "MESHMUON_TILES"
+Tuned = Mapping[tuple[Architecture, int, int], Mapping[int | None, TileConfig]]
+
+
+@functools.cache
+def tuned_tiles() -> Tuned:
+    """Read the tiles the user has measured, if `MESHMUON_TILES` names a file of them. Read once in a process.
+
+    Returns:
+        (architecture, m, k) → batch, or None for every batch → tiles.
+
+    Raises:
+        ValueError: If the file cannot be used here. It is not ignored: somebody asked for it.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return {}
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        do = f"Write it with `meshmuon bench --tune FILE`, or unset {VARIABLE}"
+        raise ValueError(message(f"{VARIABLE}={path}", found=f"{type(error).__name__}: {error}", do=do)) from error
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return read_tiles(record, source=f"{VARIABLE}={path}", gpu=here)
+
+
+def read_tiles(record: Any, *, source: str, gpu: str | None) -> Tuned:
+    """Check a file of tuned tiles.
+
+    Args:
+        record: What `bench.tune` made: gpu, architecture and rows of `as_row`.
+        source: Where it came from, for messages.
+        gpu: Name of the GPU here; None if there is none, as where a plan is made for others.
+
+    Returns:
+        As `tuned_tiles`.
+
+    Raises:
+        ValueError: If it is not such a file, was made on another GPU, or would change bits.
+    """
+    do = f"Write a new one with `meshmuon bench --tune FILE` on this machine, or unset {VARIABLE}"
+    try:
+        architecture, made_on, rows = record["architecture"], record["gpu"], record["rows"]
+        listed = [(row["m"], row["k"], row["batch"], TileConfig(**row["config"])) for row in rows]
+    except (KeyError, TypeError) as error:
+        raise ValueError(message(source, found=f"not a table of tiles ({error})", do=do)) from error
+    if architecture not in get_args(Architecture):
+        raise ValueError(message(source, found=f"architecture {architecture!r}", do=do))
+    if gpu is not None and gpu != made_on:
+        raise ValueError(message(source, found=f"measured on {made_on}, but this is {gpu}", do=do))
+    steps = {row.config.block_k for row in _TABLE[architecture]}
+    found: dict[tuple[Architecture, int, int], dict[int | None, TileConfig]] = {}
+    for m, k, batch, config in listed:
+        if architecture == "hopper" and config.block_k not in steps:
+            raise ValueError(message(source, found=f"block_k {config.block_k} for {m}x{k}, which changes bits", do=do))
+        if architecture != "hopper" and batch is not None:
+            raise ValueError(message(source, found=f"a row for batch {batch} on {architecture}", do=do))
+        found.setdefault((architecture, m, k), {})[batch] = config
+    return found
+
+
+def as_row(m: int, k: int, batch: int | None, config: TileConfig) -> dict[str, Any]:
+    """Write one row of a file of tuned tiles.
+
+    Args:
+        m: Side of the result.
+        k: Inner dimension.
+        batch: Number of matrices; None: any.
+        config: The tiles.
+
+    Returns:
+        Plain JSON types.
+    """
+    return {"m": m, "k": k, "batch": batch, "config": asdict(config)}

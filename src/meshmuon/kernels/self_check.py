@@ -27,14 +27,32 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
     Raises:
         RuntimeError: Names the kernel that is wrong.
     """
-    for name, check in CHECKS.items():
-        got, expected = check(device, dtype)
-        bound = _ROUNDINGS * torch.finfo(got.dtype).eps * float(expected.abs().max())
-        worst = float((got.double() - expected.double()).abs().max())
-        if not worst <= bound:  # NaN fails too
-            found = f"off by {worst:.2e} on {device}, where rounding explains {bound:.2e}"
-            do = 'Do not train with it: use Orthogonalizer(kernels="torch"), and report this'
-            raise RuntimeError(message(f"kernel {name}", found=found, do=do))
+    for name in CHECKS:
+        check_kernel(name, device, dtype)
+
+
+def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:
+    """Run one kernel on a small problem and compare it with torch.
+
+    Args:
+        name: Of the kernel, in `CHECKS`.
+        device: Where.
+        dtype: What products are computed in.
+
+    Returns:
+        How far it is off, as a share of what rounding explains.
+
+    Raises:
+        RuntimeError: If that is too far.
+    """
+    got, expected = CHECKS[name](device, dtype)
+    bound = _ROUNDINGS * torch.finfo(got.dtype).eps * float(expected.abs().max())
+    worst = float((got.double() - expected.double()).abs().max())
+    if not worst <= bound:  # NaN fails too
+        found = f"off by {worst:.2e} on {device}, where rounding explains {bound:.2e}"
+        do = 'Do not train with it: use Orthogonalizer(kernels="torch"), and report this'
+        raise RuntimeError(message(f"kernel {name}", found=found, do=do))
+    return worst / bound
 
 
 def _numbers(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

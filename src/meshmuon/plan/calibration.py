@@ -25,7 +25,7 @@ _ENTRY_CALLS = 12  # the same in calls
 _FUSED_ENTRY_BYTES = 6  # where kernels of ours do it: one pass to read and write, the norm came with the momentum
 _FUSED_ENTRY_CALLS = 2
 _SMALL_CALLS = 2  # by quadratic polynomial of a Gram matrix: the copy in baddbmm, and its diagonal; none in our kernels
-STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (the floor of benchmarks/workloads.py)
+STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (the floor of bench/workloads.py)
 ADAMW_BYTES = 28  # the same for AdamW: gradient and parameter, two moments read and written
 
 

@@ -24,15 +24,38 @@ _NOT_SHOWN = ("params", "param_names", "algorithm")
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """Parameters that differ only in the numbers inside their names."""
+class Row:
+    """Parameters that differ only in the numbers inside their names.
+
+    Attributes:
+        pattern: Their name, with a star for each number.
+        parameters: Their records.
+    """
 
     pattern: str
     parameters: tuple[ParameterRecord, ...]
 
     @property
     def numel(self) -> int:
+        """How many numbers they hold."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def name(self) -> str:
+        """The name of a single one, the pattern of several."""
+        return self.parameters[0].name if len(self.parameters) == 1 else self.pattern
+
+    @property
+    def shape(self) -> str:
+        """Their shape, in words."""
+        return "x".join(map(str, self.parameters[0].shape)) or "scalar"
+
+    @property
+    def reason(self) -> str:
+        """Why they take their algorithm, and how they are seen as matrices."""
+        routing = self.parameters[0].routing
+        view = routing.view.describe() if routing.algorithm == "muon" else ""
+        return f"{routing.reason}; {view}" if view and view not in routing.reason else routing.reason
 
 
 def describe_plan(plan: Plan) -> str:
@@ -45,7 +68,7 @@ def describe_plan(plan: Plan) -> str:
         A table of routes with reasons, and the costs of a step, as plain text.
     """
     total = sum(parameter.numel for parameter in plan.parameters)
-    rows = [_cells(row, total) for row in _rows(plan.parameters)]
+    rows = [_cells(row, total) for row in rows_of(plan.parameters)]
     lines = [*_table(rows), "", *_summary(plan, total)]
     return "\n".join(lines)
 
@@ -68,13 +91,21 @@ def human(number: float, *, unit: str = "") -> str:
     raise AssertionError("unreachable")
 
 
-def _rows(parameters: Sequence[ParameterRecord]) -> list[_Row]:
+def rows_of(parameters: Sequence[ParameterRecord]) -> list[Row]:
+    """Put parameters together that differ only in the numbers inside their names.
+
+    Args:
+        parameters: Their records.
+
+    Returns:
+        Rows of the table, those of Muon first.
+    """
     grouped: dict[tuple[object, ...], list[ParameterRecord]] = {}
     for parameter in parameters:
         routing = parameter.routing
         key = (routing.algorithm, _pattern(parameter.name), parameter.shape, routing.reason, routing.view)
         grouped.setdefault(key, []).append(parameter)
-    rows = [_Row(str(key[1]), tuple(members)) for key, members in grouped.items()]
+    rows = [Row(str(key[1]), tuple(members)) for key, members in grouped.items()]
     return sorted(rows, key=lambda row: row.parameters[0].routing.algorithm, reverse=True)
 
 
@@ -82,22 +113,20 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _cells(row: _Row, total: int) -> tuple[str, ...]:
+def _cells(row: Row, total: int) -> tuple[str, ...]:
     first = row.parameters[0]
-    name = first.name if len(row.parameters) == 1 else row.pattern
+    name = row.name
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME // 2 - 1]}...{name[-_LONGEST_NAME // 2 + 2 :]}"
-    view = first.routing.view.describe() if first.routing.algorithm == "muon" else ""
-    reason = first.routing.reason
     return (
         first.routing.algorithm,
         str(len(row.parameters)),
         human(row.numel),
         f"{row.numel / total:.1%}" if total else "-",
-        "x".join(map(str, first.shape)) or "scalar",
+        row.shape,
         _layout(first),
         name,
-        f"{reason}; {view}" if view and view not in reason else reason,
+        row.reason,
     )
 
 
@@ -273,12 +302,26 @@ def _short(value: object) -> str:
 
 
 def _layout(parameter: ParameterRecord) -> str:
+    if parameter.layout is None:
+        return f"local {parameter.device.type}"
+    mesh = "x".join(map(str, parameter.layout.mesh_shape))
+    return f"{cuts_of(parameter)} on mesh {mesh}"
+
+
+def cuts_of(parameter: ParameterRecord) -> str:
+    """Say how a parameter is cut on its mesh.
+
+    Args:
+        parameter: Its record.
+
+    Returns:
+        Such as `dim 0/8 dim 1/2`; `whole` without a mesh, `replicated` if nothing is cut.
+    """
     layout = parameter.layout
     if layout is None:
-        return f"local {parameter.device.type}"
+        return "whole"
     cuts = [f"dim {dim}/{cut.parts}" for dim, several in enumerate(layout.cuts) for cut in several if cut.parts > 1]
-    mesh = "x".join(map(str, layout.mesh_shape))
-    return f"{' '.join(cuts) or 'replicated'} on mesh {mesh}"
+    return " ".join(cuts) or "replicated"
 
 
 def _recipes(buckets: Sequence[Bucket]) -> str:

@@ -36,6 +36,7 @@ class Job:
         execution: The bounds and choices of the run.
         polar: How polar factors are computed.
         device: What recipes are chosen for.
+        reasons: Name → why it takes its algorithm, where that is known.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Job:
         execution: Execution,
         polar: PolarSettings,
         device: torch.device,
+        reasons: Mapping[str, str],
     ) -> None:
         self.mesh = mesh
+        self._reasons = reasons
         self._execution = execution
         self._polar = polar
         self._ranks = tuple(range(mesh.ranks))
@@ -67,7 +70,7 @@ class Job:
     ) -> ParameterRecord:
         shape = tuple(tensor.shape)
         layout = self.mesh.layout(name, shape, view, self._ranks)
-        routing = Routing(name, algorithm, "planned", view)
+        routing = Routing(name, algorithm, self._reasons.get(name, "its group says so"), view)
         return ParameterRecord(routing, *number, shape, tensor.dtype, device, shape, layout)
 
     def records(self, rank: int, *, only_owners: bool = False) -> list[ParameterRecord]:
@@ -102,6 +105,11 @@ class Job:
         """How polar factors are computed, in words; known once routes are."""
         buckets = (bucket for plans in self._made for plan, _ in plans for bucket in plan.buckets)
         return tuple(sorted({bucket.recipe.describe() for bucket in buckets}))
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that `Muon` makes on rank 0; known once routes are."""
+        return self._made[0][0][0]
 
     def local_bytes(self, algorithm: str) -> int:
         """Count the parameters of the rank that holds most of them: the first, by the rule of torch.chunk."""

@@ -105,16 +105,18 @@ def _kimi_k2() -> Shapes:
     return _ends(width, 163840, tied=False) | layers
 
 
-# Sources: config.json of the checkpoint named beside each, on https://huggingface.co.
+# From config.json of each checkpoint.
 MODELS: dict[str, Callable[[], Shapes]] = {
-    "gpt2": partial(_gpt2, width=768, layers=12, vocabulary=50257, positions=1024),  # openai-community/gpt2
-    "llama-3-8b": partial(  # meta-llama/Meta-Llama-3-8B
+    "gpt2": partial(
+        _gpt2, width=768, layers=12, vocabulary=50257, positions=1024
+    ),  # https://huggingface.co/openai-community/gpt2
+    "llama-3-8b": partial(  # https://huggingface.co/meta-llama/Meta-Llama-3-8B
         _llama, width=4096, inner=14336, layers=32, heads=32, kv_heads=8, head=128, vocabulary=128256
     ),
-    "llama-3-70b": partial(  # meta-llama/Meta-Llama-3-70B
+    "llama-3-70b": partial(  # https://huggingface.co/meta-llama/Meta-Llama-3-70B
         _llama, width=8192, inner=28672, layers=80, heads=64, kv_heads=8, head=128, vocabulary=128256
     ),
-    "qwen2-0.5b": partial(  # Qwen/Qwen2-0.5B
+    "qwen2-0.5b": partial(  # https://huggingface.co/Qwen/Qwen2-0.5B
         _llama,
         width=896,
         inner=4864,
@@ -126,11 +128,14 @@ MODELS: dict[str, Callable[[], Shapes]] = {
         tied=True,
         qkv_bias=True,
     ),
-    "mixtral": partial(  # mistralai/Mixtral-8x7B-v0.1
+    "mixtral": partial(  # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1
         _llama, width=4096, inner=14336, layers=32, heads=32, kv_heads=8, head=128, vocabulary=32000, experts=8
     ),
-    "kimi-k2": _kimi_k2,  # moonshotai/Kimi-K2-Base
+    "kimi-k2": _kimi_k2,  # https://huggingface.co/moonshotai/Kimi-K2-Base
 }
+
+# How many experts a token passes through, of the same sources: `num_experts_per_tok`.
+EXPERTS_PER_TOKEN = {"mixtral": 2, "kimi-k2": 8}
 
 
 def known_model(name: str) -> Shapes:

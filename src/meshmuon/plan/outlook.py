@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshmuon.errors import message, one_of
+from meshmuon.plan.bucket import Plan
 from meshmuon.plan.calibration import Work
 from meshmuon.plan.describe import human
 from meshmuon.plan.hardware import Hardware
@@ -107,6 +108,7 @@ class Forecast:
         recipes: How polar factors are computed.
         chosen: The route `Muon` takes.
         routes: Every route there is for this layout, the chosen one first.
+        plan: The plan that `Muon` makes on rank 0: each parameter's algorithm, reason and layout.
     """
 
     model: str
@@ -120,6 +122,7 @@ class Forecast:
     recipes: tuple[str, ...]
     chosen: RouteWord
     routes: tuple[RouteForecast, ...]
+    plan: Plan
 
     def route(self, word: str | None = None) -> RouteForecast:
         """Look up a route.

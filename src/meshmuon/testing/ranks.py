@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,10 @@ class RankPool:
     Args:
         size: Number of ranks.
         timeout: Seconds after which a collective of the job gives up.
+        backend: "gloo" on CPUs; "nccl" gives each rank the GPU of its number.
     """
 
-    def __init__(self, size: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, *, timeout: float = 60.0, backend: Literal["gloo", "nccl"] = "gloo") -> None:
         self.size = size
         self._timeout = timeout
         context = multiprocessing.get_context("spawn")
@@ -39,7 +40,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, store.name, timeout, theirs, list(sys.path))
+            arguments = (rank, size, store.name, timeout, theirs, list(sys.path), backend)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
@@ -97,13 +98,17 @@ class RankPool:
             process.join()
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection, path: Sequence[str]) -> None:
+def _serve(
+    rank: int, size: int, store: str, timeout: float, pipe: Connection, path: Sequence[str], backend: str
+) -> None:
     """A rank's life: join the job, then run what is asked until the pool is gone."""
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     while True:
         try:

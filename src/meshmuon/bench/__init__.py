@@ -1,0 +1,1 @@
+"""How fast it is: optimizer steps and polar factors beside torch's, against what the hardware can do."""

@@ -1,0 +1,159 @@
+"""Step time beside torch.optim.Muon and fused AdamW, in one run; on a GPU also against the hardware's floor."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon.bench.measure import Say, matrices, measure_ceilings, milliseconds, say_ceilings
+from meshmuon.bench.workloads import CPU, GPU, QUICK, Shape, Size, floor_ms
+from meshmuon.muon import Muon
+
+OURS = "meshmuon.Muon"
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    OURS: Muon,
+    "meshmuon.Muon (CUDA graph)": lambda params: Muon(params, cuda_graph=True),
+    "torch.optim.Muon": torch.optim.Muon,
+    "torch.optim.AdamW (fused)": lambda params: torch.optim.AdamW(params, fused=True),
+}
+Rows = dict[str, dict[str, float]]
+
+
+def on_cpu(shapes: list[Shape], *, repeats: int) -> Rows:
+    """Time the optimizers in turn, so that a busy moment hits all of them.
+
+    Args:
+        shapes: Of the matrices.
+        repeats: Timed rounds.
+
+    Returns:
+        Optimizer → its numbers.
+    """
+    optimizers = {name: make(matrices(shapes, "cpu")) for name, make in OPTIMIZERS.items() if "CUDA" not in name}
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    for optimizer in optimizers.values():
+        optimizer.step()
+    for _ in range(repeats):
+        for name, optimizer in optimizers.items():
+            times[name].append(milliseconds(optimizer.step, "cpu"))
+    return {name: {"ms": statistics.median(values), "least ms": min(values)} for name, values in times.items()}
+
+
+def on_gpu(shapes: list[Shape], *, repeats: int) -> Rows:
+    """Time the optimizers one after the other: together they would not fit.
+
+    Args:
+        shapes: Of the matrices.
+        repeats: Timed rounds, of three steps each.
+
+    Returns:
+        Optimizer → its numbers.
+    """
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        optimizer = make(matrices(shapes, "cuda"))
+        first = milliseconds(optimizer.step, "cuda")
+        for _ in range(3):
+            optimizer.step()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        times = [milliseconds(optimizer.step, "cuda", calls=3) for _ in range(repeats)]
+        start = time.perf_counter()
+        optimizer.step()
+        host = (time.perf_counter() - start) * 1e3
+        torch.cuda.synchronize()
+        results[name] = {
+            "ms": statistics.median(times),
+            "least ms": min(times),
+            "host ms": host,
+            "first ms": first,
+            "extra GB": (torch.cuda.max_memory_allocated() - held) / 1e9,
+        }
+        del optimizer
+    return results
+
+
+def cpu_table(workload: str, rows: Rows) -> str:
+    """Lay out what was measured on a CPU.
+
+    Args:
+        workload: Its name.
+        rows: Optimizer → its numbers.
+
+    Returns:
+        A table.
+    """
+    ours = rows[OURS]["ms"]
+    lines = [
+        f"\n{workload}, {torch.get_num_threads()} threads",
+        f"{'optimizer':28s} {'ms / step':>10s} {'x ours':>8s}",
+        *(f"{name:28s} {row['ms']:10.1f} {row['ms'] / ours:8.2f}" for name, row in rows.items()),
+    ]
+    return "\n".join(lines)
+
+
+def gpu_table(workload: str, rows: Rows, floor: float) -> str:
+    """Lay out what was measured on a GPU.
+
+    Args:
+        workload: Its name.
+        rows: Optimizer → its numbers.
+        floor: The least a step could take, in ms.
+
+    Returns:
+        A table, 80 columns wide.
+    """
+    titles = f"{'ms/step':>8s} {'x floor':>7s} {'x ours':>6s} {'host ms':>8s} {'extra GB':>8s} {'first s':>8s}"
+    lines = [f"\n{workload}: floor {floor:.2f} ms", f"{'optimizer':26s} {titles}"]
+    ours = rows[OURS]["ms"]
+    for name, row in rows.items():
+        lines.append(
+            f"{name:26s} {row['ms']:8.2f} {row['ms'] / floor:7.2f} {row['ms'] / ours:6.2f} {row['host ms']:8.2f} "
+            f"{row['extra GB']:8.2f} {row['first ms'] / 1e3:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def run_steps(
+    device: str, *, say: Say, only: str | None = None, repeats: int = 9, size: Size = "full"
+) -> dict[str, Any]:
+    """Measure every workload, telling as it goes.
+
+    Args:
+        device: "cpu" or "cuda".
+        say: Where progress and tables go.
+        only: Workloads whose name contains this.
+        repeats: Timed rounds of each optimizer.
+        size: "quick" takes the least, for tests; anything else what suits the device.
+
+    Returns:
+        Workload → numbers; on a GPU with the ceilings.
+    """
+    workloads = QUICK if size == "quick" else CPU if device == "cpu" else GPU
+    chosen = {name: shapes for name, shapes in workloads.items() if only is None or only in name}
+    results: dict[str, Any] = {}
+    if device == "cpu":
+        for number, (name, shapes) in enumerate(chosen.items(), start=1):
+            say(f"step {number}/{len(chosen)}: {name} ...")
+            results[name] = on_cpu(shapes, repeats=repeats)
+            say(cpu_table(name, results[name]))
+        return results
+    ceilings = measure_ceilings(device, quick=size == "quick")
+    say(say_ceilings(ceilings, device))
+    results = {"ceilings": {"flops": ceilings.flops, "bandwidth": ceilings.bandwidth}}
+    for number, (name, shapes) in enumerate(chosen.items(), start=1):
+        say(f"step {number}/{len(chosen)}: {name} ...")
+        rows = on_gpu(shapes, repeats=repeats)
+        floor = floor_ms(shapes, ceilings)
+        say(gpu_table(name, rows, floor))
+        results[name] = {"floor ms": floor, "optimizers": rows}
+    return results
