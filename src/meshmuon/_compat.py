@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+_Result = TypeVar("_Result")
 
 
 def has_fused_adamw(device: torch.device) -> bool:
@@ -16,3 +23,28 @@ def has_fused_adamw(device: torch.device) -> bool:
         True on CPU, CUDA and a few others.
     """
     return device.type in _get_fused_kernels_supported_devices()
+
+
+def run_eagerly(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Keep torch.compile out of a method: what it would fuse has other bits, and nothing to gain.
+
+    `torch.compile(opt.step)`, or of a whole training step, then works and changes nothing about the method itself.
+
+    Args:
+        method: The method.
+
+    Returns:
+        The same; the compiler is not imported for it.
+    """
+    disabled: list[Callable[..., _Result]] = []
+
+    @functools.wraps(method)
+    def run(*arguments: Any, **keywords: Any) -> _Result:
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None or not hasattr(dynamo, "disable"):  # still being imported
+            return method(*arguments, **keywords)
+        if not disabled:
+            disabled.append(dynamo.disable(method))
+        return disabled[0](*arguments, **keywords)
+
+    return run

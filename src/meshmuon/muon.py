@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshmuon._compat import run_eagerly
 from meshmuon.checkpoint import complete_state_, load_checked
 from meshmuon.config import (
     Execution,
@@ -178,6 +179,7 @@ class Muon(Optimizer):
         if global_rank() == 0:
             logger.info("%s", self)
 
+    @run_eagerly
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, qk_logits: Mapping[Any, Tensor] | None = None) -> Any:
         """Take one optimization step.
