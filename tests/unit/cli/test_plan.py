@@ -109,6 +109,9 @@ def test_experts_need_to_be_told_how_many_take_part():
     ("arguments", "found", "remedy"),
     [
         (["--shapes", "lama-3-8b"], "unknown model 'lama-3-8b'", "Did you mean llama-3-8b?"),
+        (["--shapes", "gpt2", "--gpu", "h20"], "unknown word 'h20'", "Did you mean h200?"),
+        (["--shapes", "gpt2", "--network", "wifi"], "unknown word 'wifi'", "Known are infiniband"),
+        (["--shapes", "gpt2", "--dtype", "bf16"], "unknown word 'bf16'", "Known are float32, bfloat16"),
         ([], "neither a model nor --shapes", "--shapes llama-3-8b"),
         (["a:b", "--shapes", "gpt2"], "both", "Give one of them"),
         (["build"], "found 'build'", "Write pkg.module:build"),
