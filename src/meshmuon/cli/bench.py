@@ -4,14 +4,13 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from meshmuon.cli.common import VERBOSE, WIDTH, InputError, one_line_errors
+from meshmuon.cli.common import VERBOSE, WIDTH, InputError, choice, one_line_errors
 
 # One line a paragraph: the help is wrapped to the terminal.
 HELP = """Measure optimizer steps and polar factors beside torch's, against what this machine can do.
@@ -22,22 +21,6 @@ step: a whole step of Muon beside torch.optim.Muon and fused AdamW. polar: the o
 
 Exit codes: 0 measured, 1 failed, 2 bad input, 130 interrupted.
 """  # noqa: E501
-
-
-class What(str, Enum):
-    """Words for what to measure."""
-
-    all = "all"
-    step = "step"
-    polar = "polar"
-
-
-class Device(str, Enum):
-    """Words for `--device`."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 _What = typer.Argument(help="step, polar or all", metavar="[WHAT]", show_default=False)
@@ -57,9 +40,9 @@ _Tune = typer.Option(
 
 
 def bench_command(
-    what: Annotated[What, _What] = What.all,
+    what: Annotated[str, _What] = "all",
     *,
-    device: Annotated[Device, _Device] = Device.auto,
+    device: Annotated[str, _Device] = "auto",
     only: Annotated[str | None, _Only] = None,
     repeats: Annotated[int | None, _Repeats] = None,
     quick: Annotated[bool, _Quick] = False,
@@ -92,7 +75,8 @@ def bench_command(
         if tune is not None:
             record = _tune(say, tune)
         else:
-            record = _measure(what.value, _pick(device.value), say, only=only, repeats=repeats, quick=quick)
+            choice("WHAT", what, ("all", "step", "polar"))
+            record = _measure(what, _pick(device), say, only=only, repeats=repeats, quick=quick)
         if json_output:
             print(json.dumps(record))
         if out is not None:
@@ -119,6 +103,7 @@ def _check_files(out: Path | None, plot: Path | None, tune: Path | None) -> None
 def _pick(word: str) -> str:
     import torch
 
+    choice("--device", word, ("auto", "cpu", "cuda"))
     if word == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here. Use --device cpu.")
     return word if word != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -88,6 +88,25 @@ def closest(word: str, known: Iterable[str]) -> str:
     return (f"Did you mean {near[0]}? " if near else "") + f"Known are {', '.join(words)}."
 
 
+def choice(option: str, word: str, known: tuple[str, ...]) -> str:
+    """Check a word.
+
+    Args:
+        option: Where it was written.
+        word: What was written.
+        known: What there is.
+
+    Returns:
+        The word.
+
+    Raises:
+        InputError: If it is not known, with a suggestion.
+    """
+    if word not in known:
+        raise InputError(f"{option}: unknown word {word!r}. {closest(word, known)}")
+    return word
+
+
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, left: frozenset[int] = frozenset({0})) -> str:
     """Line up cells under their titles.
 

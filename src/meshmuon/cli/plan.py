@@ -1,13 +1,12 @@
 """`meshmuon plan`: options and errors. The forecast is `planner.plan_for`, the words are `plan_report`."""
 
 import json
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshmuon.cli.building import build_model, read_mesh
-from meshmuon.cli.common import VERBOSE, InputError, closest, one_line_errors
+from meshmuon.cli.common import VERBOSE, InputError, choice, closest, one_line_errors
 from meshmuon.cli.plan_report import TrainingStep, as_json, estimate_training, report
 
 if TYPE_CHECKING:
@@ -24,27 +23,7 @@ Exit codes: 0 planned, 1 failed, 2 bad input, 130 interrupted.
 """  # noqa: E501
 
 
-class Gpu(str, Enum):
-    """Words for `--gpu`."""
-
-    h100 = "h100"
-    h200 = "h200"
-    b200 = "b200"
-
-
-class Network(str, Enum):
-    """Words for `--network`."""
-
-    infiniband = "infiniband"
-    ethernet = "ethernet"
-
-
-class Dtype(str, Enum):
-    """Words for `--dtype`."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
+GPUS, NETWORKS, DTYPES = ("h100", "h200", "b200"), ("infiniband", "ethernet"), ("float32", "bfloat16")
 
 _Model = typer.Argument(help="pkg.module:build", metavar="[MODEL]", show_default=False)
 _Shapes = typer.Option(
@@ -80,9 +59,9 @@ def plan_command(
     mesh: Annotated[str | None, _Mesh] = None,
     placement: Annotated[list[str] | None, _Placement] = None,
     world_size: Annotated[int | None, _World] = None,
-    gpu: Annotated[Gpu, _Gpu] = Gpu.h200,
-    network: Annotated[Network, _Network] = Network.infiniband,
-    dtype: Annotated[Dtype, _Dtype] = Dtype.float32,
+    gpu: Annotated[str, _Gpu] = "h200",
+    network: Annotated[str, _Network] = "infiniband",
+    dtype: Annotated[str, _Dtype] = "float32",
     tokens: Annotated[int, _Tokens] = 16384,
     experts_per_token: Annotated[int | None, _Experts] = None,
     json_output: Annotated[bool, _Json] = False,
@@ -109,8 +88,8 @@ def plan_command(
             model,
             shapes,
             read_mesh(mesh, placement or (), world_size=world_size),
-            machine=(gpu.value, network.value),
-            dtype=dtype.value,
+            machine=(choice("--gpu", gpu, GPUS), choice("--network", network, NETWORKS)),
+            dtype=choice("--dtype", dtype, DTYPES),
         )
         training = _training(forecast, shapes, tokens, experts_per_token)
         # stdout as it is: no colour, the same text in a file and on a terminal.

@@ -34,7 +34,7 @@ SETS = ("polar_express", "keller", "you")
 # Short sides on both sides of every boundary of the dispatch.
 SHORT_SIDES = (128, 768, 4096)
 RANKS = 2
-_TIMEOUT = 30.0  # seconds after which a collective gives up
+_TIMEOUT = 120.0  # seconds after which a collective gives up
 _REPORT = "Report this with the output of `meshmuon doctor -v`"
 
 
@@ -185,15 +185,16 @@ def coefficients(site: Site) -> Iterator[Finding]:
 
 
 def _one_set(name: str, device: torch.device) -> Finding:
-    x = torch.randn(128, 512, generator=torch.Generator().manual_seed(0)).to(device)
+    m, n = (128, 512) if device.type == "cpu" else (512, 2048)  # large enough to be given our products, on a GPU
+    x = torch.randn(m, n, generator=torch.Generator().manual_seed(0)).to(device)
     schedule = resolve_schedule(name, 5)
     direction = orthogonalize(x, coefficients=name, steps=5)
     u, _, vh = torch.linalg.svd(x.double().cpu(), full_matrices=False)
     # Signed: a set that turns a direction around leaves the singular values as they should be.
     lifted = (u.mT @ direction.double().cpu() @ vh.mT).diagonal()
     recipe = choose_recipe(
-        128,
-        512,
+        m,
+        n,
         schedule=schedule,
         orthogonalizer=Orthogonalizer(),
         device=device,

@@ -2,9 +2,9 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -22,17 +22,18 @@ FLIPS_A_SIGN = ((-3.0, 6.0, -2.0),) * 5
 
 @pytest.fixture(scope="module")
 def healthy():
-    """One real run, as a user starts it."""
-    start = time.perf_counter()
+    """One real run, as a user starts it, and the seconds of processor time it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-m", "meshmuon", "doctor"], capture_output=True, text=True, check=False)
-    return done, time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_this_installation_is_sound(healthy):
     done, seconds = healthy
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAIL" not in done.stdout and re.search(r"all \d+ ok, \d+ s", done.stdout)
-    assert seconds < 60
+    assert seconds < 2 * 60, "a minute on two cores"
 
 
 def test_every_check_leaves_a_line(healthy):

@@ -49,6 +49,13 @@ def test_golden_output(case):
     assert text == path.read_text(encoding="utf-8")
 
 
+def test_the_page_shows_what_is_printed():
+    page = (Path(__file__).parents[3] / "docs" / "commands.md").read_text(encoding="utf-8")
+    printed = (GOLDEN / "plan-llama-3-8b-dp64-tp8.txt").read_text(encoding="utf-8")
+    shown = [block for block in page.split("```\n") if block.startswith(("ROUTING", "MEMORY"))]
+    assert len(shown) == 2 and all(block.strip() in printed for block in shown)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", ["dp=8,ep=8", "dp_replicate=2,fsdp=8,tp=4"])
 def test_every_known_model_fits_eighty_columns_without_colour(model, mesh):
@@ -102,6 +109,9 @@ def test_experts_need_to_be_told_how_many_take_part():
     ("arguments", "found", "remedy"),
     [
         (["--shapes", "lama-3-8b"], "unknown model 'lama-3-8b'", "Did you mean llama-3-8b?"),
+        (["--shapes", "gpt2", "--gpu", "h20"], "unknown word 'h20'", "Did you mean h200?"),
+        (["--shapes", "gpt2", "--network", "wifi"], "unknown word 'wifi'", "Known are infiniband"),
+        (["--shapes", "gpt2", "--dtype", "bf16"], "unknown word 'bf16'", "Known are float32, bfloat16"),
         ([], "neither a model nor --shapes", "--shapes llama-3-8b"),
         (["a:b", "--shapes", "gpt2"], "both", "Give one of them"),
         (["build"], "found 'build'", "Write pkg.module:build"),
