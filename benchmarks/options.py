@@ -39,9 +39,7 @@ def measure(shapes: list[tuple[int, ...]], settings: dict[str, Any], *, repeats:
     times = [milliseconds(optimizer.step, "cuda", calls=3) for _ in range(repeats)]
     peak = torch.cuda.max_memory_allocated()
     state = sum(value.nbytes for each in optimizer.state.values() for value in each.values())
-    buckets = [
-        sum(m.count * m.block.shape[0] * m.block.shape[1] * 4 for m in b.matrices) for b in optimizer.plan.buckets
-    ]
+    buckets = [sum(m.count for m in b.matrices) * math.prod(b.wide_shape) * 4 for b in optimizer.plan.buckets]
     return {
         "ms": statistics.median(times),
         "peak GB": peak / 1e9,
