@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshmuon.cli.common import InputError, closest
+from meshmuon.cli.common import InputError, choice, closest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,3 +157,27 @@ def _placement(part: str) -> tuple[str, "Rule"]:
         return axis, rule
     pairs = [piece.rpartition(":") for piece in rule.split(",")]
     return axis, {pattern.strip(): word.strip() for pattern, _, word in pairs}
+
+
+def read_overrides(texts: Sequence[str]) -> dict[str, Any] | None:
+    """Read `PATTERN=ROUTE`.
+
+    Args:
+        texts: What the user wrote.
+
+    Returns:
+        Pattern → word or view, as `plan_for` takes them; None if there is nothing.
+
+    Raises:
+        InputError: If a route is not known.
+    """
+    from meshmuon.layout.matrix_view import MatrixView
+
+    views = {"experts": MatrixView(experts=True), "flatten": MatrixView(flatten=True)}
+    found: dict[str, Any] = {}
+    for text in texts:
+        pattern, equals, route = (piece.strip() for piece in text.rpartition("="))
+        if not pattern or not equals:
+            raise InputError(f"--override: found {text!r}. Write PATTERN=ROUTE, e.g. '*.gate.weight=adamw'.")
+        found[pattern] = views.get(route, choice("--override", route, ("muon", "adamw", *views)))
+    return found or None

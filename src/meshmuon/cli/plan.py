@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshmuon.cli.building import build_model, read_mesh
+from meshmuon.cli.building import build_model, read_mesh, read_overrides
 from meshmuon.cli.common import VERBOSE, InputError, choice, closest, one_line_errors
 from meshmuon.cli.plan_report import TrainingStep, as_json, estimate_training, report
 
@@ -43,6 +43,12 @@ _Placement = typer.Option(
     "separated by commas. May be repeated.",
     show_default=False,
 )
+_Override = typer.Option(
+    metavar="PATTERN=ROUTE",
+    help="Your last word on parameters: muon, adamw, experts (a stack of matrices) or flatten (a convolution). "
+    "May be repeated.",
+    show_default=False,
+)
 _World = typer.Option(min=1, metavar="N", help="Check that the mesh has this many ranks.", show_default=False)
 _Gpu = typer.Option(metavar="GPU", help="h100, h200 or b200: what the job runs on.")
 _Network = typer.Option(metavar="NET", help="infiniband or ethernet, between nodes of eight.")
@@ -58,6 +64,7 @@ def plan_command(
     shapes: Annotated[str | None, _Shapes] = None,
     mesh: Annotated[str | None, _Mesh] = None,
     placement: Annotated[list[str] | None, _Placement] = None,
+    override: Annotated[list[str] | None, _Override] = None,
     world_size: Annotated[int | None, _World] = None,
     gpu: Annotated[str, _Gpu] = "h200",
     network: Annotated[str, _Network] = "infiniband",
@@ -74,6 +81,7 @@ def plan_command(
         shapes: Name of a well-known model.
         mesh: Axes and sizes.
         placement: What axes do, where that is not what their names say.
+        override: Which parameters take which route.
         world_size: Number of ranks the mesh must have.
         gpu: What the job runs on.
         network: What joins the nodes.
@@ -90,6 +98,7 @@ def plan_command(
             read_mesh(mesh, placement or (), world_size=world_size),
             machine=(choice("--gpu", gpu, GPUS), choice("--network", network, NETWORKS)),
             dtype=choice("--dtype", dtype, DTYPES),
+            overrides=read_overrides(override or ()),
         )
         training = _training(forecast, shapes, tokens, experts_per_token)
         # stdout as it is: no colour, the same text in a file and on a terminal.
@@ -97,7 +106,13 @@ def plan_command(
 
 
 def _forecast(
-    model: str | None, shapes: str | None, where: tuple[Any, Any], *, machine: tuple[str, str], dtype: str
+    model: str | None,
+    shapes: str | None,
+    where: tuple[Any, Any],
+    *,
+    machine: tuple[str, str],
+    dtype: str,
+    overrides: dict[str, Any] | None,
 ) -> "Forecast":
     if (model is None) == (shapes is None):
         found = "neither a model nor --shapes" if model is None else "both a model and --shapes"
@@ -112,7 +127,12 @@ def _forecast(
     subject = build_model(model) if model is not None else shapes
     assert subject is not None
     gpu, network = machine
-    return plan_for(subject, *where, gpu, network=network, dtype=getattr(torch, dtype))
+    try:
+        return plan_for(subject, *where, gpu, network=network, dtype=getattr(torch, dtype), overrides=overrides)
+    except ValueError as error:
+        if "overrides=" in str(error):  # said to who calls Muon
+            raise InputError(f"{error}. Here that is --override PATTERN=ROUTE.") from error
+        raise
 
 
 def _training(

@@ -39,3 +39,9 @@ def with_experts():
     experts = nn.Module()
     experts.w = nn.Parameter(torch.empty(4, 16, 8))
     return nn.ModuleDict({"experts": experts})
+
+
+def stack():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.empty(4, 16, 8))
+    return model

@@ -99,6 +99,13 @@ def test_placements_by_name_and_other_axes():
     assert "h.*.mlp.c_fc.weight     dim 1/4" in text and "h.*.attn.c_attn.weight  replicated" in text
 
 
+def test_overrides_have_the_last_word():
+    text = planned("--shapes", "gpt2", "--override", "*.c_fc.weight=adamw", "--override", "wpe.weight=muon")
+    assert "adamw, override: 28.3 M" in text and "muon, override: 786.4 k" in text
+    stack = planned(f"{HERE}:stack", "--override", "w=experts")
+    assert "one matrix per leading index" in stack
+
+
 def test_experts_need_to_be_told_how_many_take_part():
     assert "say --experts-per-token" in planned(f"{HERE}:with_experts")
     assert "the optimizer adds" in planned(f"{HERE}:with_experts", "--experts-per-token", "2")
@@ -112,6 +119,10 @@ def test_experts_need_to_be_told_how_many_take_part():
         (["--shapes", "gpt2", "--gpu", "h20"], "unknown word 'h20'", "Did you mean h200?"),
         (["--shapes", "gpt2", "--network", "wifi"], "unknown word 'wifi'", "Known are infiniband"),
         (["--shapes", "gpt2", "--dtype", "bf16"], "unknown word 'bf16'", "Known are float32, bfloat16"),
+        ([f"{HERE}:stack"], "'w': 3-D", "--override"),
+        (["--shapes", "gpt2", "--override", "wte.weight"], "found 'wte.weight'", "Write PATTERN=ROUTE"),
+        (["--shapes", "gpt2", "--override", "wte.weight=sgd"], "unknown word 'sgd'", "Known are muon, adamw"),
+        (["--shapes", "gpt2", "--override", "nothing=adamw"], "nothing", "match"),
         ([], "neither a model nor --shapes", "--shapes llama-3-8b"),
         (["a:b", "--shapes", "gpt2"], "both", "Give one of them"),
         (["build"], "found 'build'", "Write pkg.module:build"),
