@@ -8,6 +8,11 @@ such an eigenvalue would grow by a² per step together with the x it belongs to;
 1 the polynomial sends it to infinity. A restart applies q to x and forms r anew, which forgets the noise. A
 segment of s steps updates r s-1 times, so it is safe while u·Π a² over all but its last step is small. The bound 1/4
 gives (2,) for five Polar Express steps in fp16 and (2, 4) in bf16, which is what was measured to be needed.
+
+[Note: mirrored products] Kernels that compute one triangle of z·q and mirror it take for granted that z and q commute.
+They do not quite, and then q·x is no longer z·(q·x): a direction that q should shrink gets what rounding mixed into it
+from those that q stretches by Π a. Where r was updated twice or more, this needs a tighter bound. Without it five steps
+of You's coefficients, whose first maps 1 to 0.117, sent a matrix of rank one to 46 in fp16; with it they restart at 2.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.operations import Operations
 
 _MAX_AMPLIFIED_ROUNDING = 0.25
+_MAX_WHERE_MIRRORED = 0.1
 
 
 def gram_newton_schulz(
@@ -71,12 +77,13 @@ def split_at(schedule: Schedule, restarts: Sequence[int]) -> list[Schedule]:
     return [schedule[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def choose_restarts(schedule: Schedule, dtype: torch.dtype) -> tuple[int, ...]:
+def choose_restarts(schedule: Schedule, dtype: torch.dtype, *, mirrored: bool = False) -> tuple[int, ...]:
     """Choose the fewest restarts that keep the Gram form stable in a dtype. See [Note: restarts].
 
     Args:
         schedule: One triple per step.
         dtype: The dtype the products are stored in.
+        mirrored: Whether symmetric products are computed by one triangle. See [Note: mirrored products].
 
     Returns:
         Step numbers before which to restart.
@@ -84,10 +91,11 @@ def choose_restarts(schedule: Schedule, dtype: torch.dtype) -> tuple[int, ...]:
     # 16-bit products are summed in fp32 and rounded once; fp32 and fp64 ones leave several units of their own.
     roundoff = torch.finfo(dtype).eps / 2 * (1 if dtype.itemsize == 2 else 16)
     restarts: list[int] = []
-    amplified = roundoff
+    amplified, updates = roundoff, 0
     for step in range(1, len(schedule)):
         amplified *= max(1.0, schedule[step - 1][0]) ** 2
-        if amplified > _MAX_AMPLIFIED_ROUNDING:
+        updates += 1
+        if amplified > (_MAX_WHERE_MIRRORED if mirrored and updates > 1 else _MAX_AMPLIFIED_ROUNDING):
             restarts.append(step)
-            amplified = roundoff
+            amplified, updates = roundoff, 0
     return tuple(restarts)

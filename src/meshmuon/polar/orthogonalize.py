@@ -126,11 +126,11 @@ def choose_recipe(
     compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
     chosen = orthogonalizer.restarts
     orthogonalizer.check_steps(len(schedule))
-    restarts = choose_restarts(schedule, compute) if chosen == "auto" else chosen
     form = orthogonalizer.form
     kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device)
+    symmetric = kernels.products == "triton"
+    restarts = choose_restarts(schedule, compute, mirrored=symmetric) if chosen == "auto" else chosen
     if form == "auto":
-        symmetric = kernels.products == "triton"
         standard = cost.standard_flops(m, n, steps=len(schedule), symmetric=symmetric)
         gram = cost.gram_flops(m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
         form = "gram" if gram < standard else "standard"
