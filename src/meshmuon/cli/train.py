@@ -15,18 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshmuon.cli.corpus import Corpus, load_corpus
-from meshmuon.cli.training import (
-    Finished,
-    Record,
-    Started,
-    Stepped,
-    Stopped,
-    TrainConfig,
-    Validated,
-    pick_device,
-    preset,
-    train,
-)
+from meshmuon.cli.records import Finished, Record, Started, Stepped, Stopped, Validated, as_dict
+from meshmuon.cli.settings import TrainConfig, pick_device, preset
 
 PLAIN_LINE_EVERY = 25
 EXIT_DIVERGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -56,8 +46,8 @@ Writes log.jsonl and curve.png, and ends with a verdict and a sample.
 Exit codes: 0 finished, 1 the loss stopped being finite, 2 bad input, 130 interrupted.
 """
 
-_Steps = typer.Option(min=1, help="Optimizer steps.", show_default="tiny 400, small 1000")
-_Lr = typer.Option(help="Peak learning rate.", show_default="tiny 1e-2, small 2e-3")
+_Steps = typer.Option(min=1, help="Optimizer steps.", show_default="tiny 600, small 1000")
+_Lr = typer.Option(help="Peak learning rate.", show_default="tiny 8e-3, small 4e-3")
 _Seed = typer.Option(min=0, help="Decides initial weights, batches and the sample.")
 _Corpus = typer.Option(help="File or folder to learn, as bytes.", show_default="Python's standard library")
 _Out = typer.Option(help="Folder for log.jsonl and curve.png.", show_default="runs/<date-time>")
@@ -97,6 +87,8 @@ def train_command(
         _fail(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         _fail("interrupted before the first step; nothing was written", EXIT_INTERRUPTED)
+    from meshmuon.cli.training import train  # imports torch
+
     try:
         last = _present(train(config, data), log, console, steps=config.steps)
         curve = _curve_of(log, console)
@@ -120,7 +112,7 @@ def _prepare(
     config = dataclasses.replace(
         config,
         steps=config.steps if steps is None else steps,
-        lr=config.lr if lr is None else lr,
+        optimizer=dataclasses.replace(config.optimizer, lr=config.optimizer.lr if lr is None else lr),
         seed=seed,
         device=pick_device(device.value),
     )
@@ -164,18 +156,6 @@ class RunLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def as_dict(record: Record) -> dict[str, object]:
-    """A record as plain JSON types.
-
-    Args:
-        record: Anything `train` yields.
-
-    Returns:
-        Its fields, with `kind` in front.
-    """
-    return {"kind": record.kind, **dataclasses.asdict(record)}
 
 
 def _present(records: Iterator[Record], log: RunLog, console: Console, *, steps: int) -> Finished | Stopped:

@@ -18,15 +18,18 @@ from typer.testing import CliRunner
 
 import meshmuon
 from meshmuon.cli import corpus as corpus_module
-from meshmuon.cli import gpt as gpt_module
 from meshmuon.cli import train as train_module
-from meshmuon.cli.corpus import Corpus, load_corpus, random_windows, spread_windows
-from meshmuon.cli.gpt import GPT, GPTConfig, generate, next_byte_loss
+from meshmuon.cli import training as training_module
+from meshmuon.cli.corpus import Corpus, batch_drawer, load_corpus, spread_windows
+from meshmuon.cli.gpt import GPT, generate, next_byte_loss
 from meshmuon.cli.main import build_app
-from meshmuon.cli.training import Finished, Started, Stepped, TrainConfig, Validated, preset, train
+from meshmuon.cli.records import Finished, Started, Stepped, Validated
+from meshmuon.cli.settings import GPTConfig, OptimizerConfig, TrainConfig, preset
+from meshmuon.cli.training import train
 
 MODEL = GPTConfig(width=32, layers=1, heads=2, context=32)
-CONFIG = TrainConfig(model=MODEL, steps=6, batch=4, lr=4e-3, validate_every=3, validation_windows=4)
+MUON = OptimizerConfig(name="muon", lr=4e-3)
+CONFIG = TrainConfig(model=MODEL, optimizer=MUON, steps=6, batch=4, validate_every=3, validation_windows=4)
 
 
 def run(*arguments: str) -> Any:
@@ -111,10 +114,10 @@ def test_validation_comes_first_at_intervals_and_last_without_repeats(stdlib: Co
 
 def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
     config = replace(CONFIG, steps=100, warmup_share=0.1, final_lr_share=0.1)
-    assert config.lr_factor(0) == pytest.approx(0.1)
-    assert config.lr_factor(9) == config.lr_factor(10) == pytest.approx(1.0)
-    assert config.lr_factor(55) == pytest.approx(0.55)
-    assert config.lr_factor(100) == pytest.approx(0.1)
+    assert config.lr_at(0) == pytest.approx(0.1 * MUON.lr)
+    assert config.lr_at(9) == config.lr_at(10) == pytest.approx(MUON.lr)
+    assert config.lr_at(55) == pytest.approx(0.55 * MUON.lr)
+    assert config.lr_at(100) == pytest.approx(0.1 * MUON.lr)
 
 
 def test_stdlib_corpus_is_deterministic(stdlib: Corpus) -> None:
@@ -166,9 +169,13 @@ def test_windows_are_cut_from_the_data() -> None:
     data = bytes(range(100))
     assert spread_windows(data, window=10, count=4)[:, 0].tolist() == [0, 25, 50, 75]
     assert spread_windows(data, window=40, count=4).shape == (2, 40)
-    batch = next(random_windows(data, window=10, batch=5, seed=0))
+    draw = batch_drawer(data, window=10, batch=5, seed=0)
+    batch = draw(7)
     assert torch.equal(batch, batch[:, :1] + torch.arange(10))
-    assert next(random_windows(data, window=100, batch=2, seed=0)).tolist() == [list(data)] * 2
+    assert torch.equal(batch_drawer(data, window=10, batch=5, seed=0)(7), batch)
+    assert not torch.equal(draw(8), batch)
+    assert not torch.equal(batch_drawer(data, window=10, batch=5, seed=1)(7), batch)
+    assert batch_drawer(data, window=100, batch=2, seed=0)(0).tolist() == [list(data)] * 2
 
 
 @pytest.mark.parametrize(
@@ -222,7 +229,7 @@ def test_ctrl_c_leaves_a_valid_log_and_exits_130(
 
 
 @pytest.mark.filterwarnings("ignore::meshmuon.NonFiniteGradientWarning")
-@pytest.mark.parametrize("bad_call", [1, 3])  # validation before the first step, the second step's batch
+@pytest.mark.parametrize("bad_call", [1, 2])  # the first and the second step's batch
 def test_a_loss_that_is_not_finite_stops_the_run_with_exit_one(
     tmp_path: Path, small_corpus: Path, monkeypatch: pytest.MonkeyPatch, bad_call: int
 ) -> None:
@@ -233,10 +240,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_exit_one(
         calls += 1
         return next_byte_loss(model, windows) * (math.nan if calls >= bad_call else 1.0)
 
-    monkeypatch.setattr(gpt_module, "next_byte_loss", diverging)
+    monkeypatch.setattr(training_module, "next_byte_loss", diverging)
     result = run("--steps", "5", "--corpus", str(small_corpus), "--out", str(tmp_path / "run"))
     assert result.exit_code == 1, result.output
-    assert "the loss is nan: try --lr below" in result.stderr
+    assert "the loss is nan: try a learning rate below" in result.stderr
     assert read_log(tmp_path / "run" / "log.jsonl")[-1]["kind"] == "stopped"
 
 
@@ -296,5 +303,5 @@ def test_help_names_the_defaults_of_each_size(size: Any) -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in GPT(config.model).parameters())
     assert f"{size} {config.steps}" in str(train_module._Steps.show_default)
-    assert f"{size} {config.lr:.0e}".replace("e-0", "e-") in str(train_module._Lr.show_default)
+    assert f"{size} {config.optimizer.lr:.0e}".replace("e-0", "e-") in str(train_module._Lr.show_default)
     assert f"{size}: {count / 1e6:.1f} M" in str(train_module._Size.help)
