@@ -103,6 +103,7 @@ class TrainConfig:
         compile: Whether blocks of the model go through `torch.compile`.
         validate_every: Steps between two measurements on held-out bytes.
         validation_windows: Held-out windows in one measurement, at most.
+        sample_bytes: Length of the text that the trained model writes.
     """
 
     model: GPTConfig
@@ -117,6 +118,7 @@ class TrainConfig:
     compile: bool = False
     validate_every: int = 25
     validation_windows: int = 128
+    sample_bytes: int = 240
 
     def __post_init__(self) -> None:
         _check_positive(self, "steps", "batch", "validate_every", "validation_windows")
