@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshmuon.cli.experiments import COMPARED, Rates
+from meshmuon.cli.records import Record, Started, Stepped, Stopped, Validated
 from meshmuon.cli.settings import TrainConfig, config_from
 from meshmuon.errors import message
 
@@ -148,6 +149,28 @@ class Results:
         unfinished = path.with_suffix(".part")
         unfinished.write_text(f'{{"facts": {json.dumps(self.facts)},\n"runs": [\n{text}\n]}}\n', encoding="utf-8")
         os.replace(unfinished, path)
+
+
+def outcome_of(config: TrainConfig, records: Sequence[Record]) -> Outcome:
+    """Sum a run up.
+
+    Args:
+        config: What was run.
+        records: All that `train` yielded.
+
+    Returns:
+        Its outcome.
+    """
+    steps = [record for record in records if isinstance(record, Stepped)]
+    stopped = [record.reason for record in records if isinstance(record, Stopped)]
+    return Outcome(
+        config=config,
+        weights_sha256=next(record.weights_sha256 for record in records if isinstance(record, Started)),
+        curve=tuple((r.step, r.loss, r.elapsed) for r in records if isinstance(r, Validated)),
+        optimizer_share=statistics.median(r.optimizer_share for r in steps) if steps else 0.0,
+        tokens_per_second=statistics.median(r.tokens_per_second for r in steps) if steps else 0.0,
+        stopped=stopped[0] if stopped else None,
+    )
 
 
 def load_results(path: Path) -> Results:

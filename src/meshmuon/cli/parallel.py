@@ -48,6 +48,7 @@ class Parallel:
         data_rank: Which share of a batch is ours: tensor-parallel processes have the same.
         data_size: Number of shares.
         mesh: The processes as a grid, for modes that shard.
+        joined: Whether we joined the job ourselves, and so have to leave it.
     """
 
     mode: Mode = "none"
@@ -56,6 +57,7 @@ class Parallel:
     data_rank: int = 0
     data_size: int = 1
     mesh: DeviceMesh | None = None
+    joined: bool = False
 
     @property
     def first(self) -> bool:
@@ -165,6 +167,11 @@ class Parallel:
         if self.mode != "none":
             dist.barrier()
 
+    def leave(self) -> None:
+        """End our part in the job, so that torch does not complain at exit."""
+        if self.joined:
+            dist.destroy_process_group()
+
 
 ALONE = Parallel()
 
@@ -188,7 +195,8 @@ def start_parallel(mode: Mode, device: str) -> Parallel:
             modes = one_of(word for word in get_args(Mode) if word != "none")
             raise ValueError(message("parallel", found=f"{started} processes, and no --parallel", do=f"Give {modes}."))
         return ALONE
-    if not dist.is_initialized():
+    joining = not dist.is_initialized()
+    if joining:
         if "RANK" not in os.environ:
             do = f"Start it as: torchrun --nproc-per-node 2 -m meshmuon train --parallel {mode}"
             raise ValueError(message("parallel", found=f"{mode}, but a single process", do=do))
@@ -213,10 +221,5 @@ def start_parallel(mode: Mode, device: str) -> Parallel:
         data_rank=rank // parts,
         data_size=size // parts,
         mesh=mesh,
+        joined=joining,
     )
-
-
-def leave() -> None:
-    """End our part in the job, so that torch does not complain at exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshmuon.cli.corpus import CorpusFacts
-from meshmuon.cli.settings import TrainConfig
+from meshmuon.cli.settings import TrainConfig, config_from
+
+# The reason of a stop that was asked for: such a run can go on.
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class Stopped:
 
 
 Record = Started | Stepped | Validated | Finished | Stopped
+_KINDS: dict[str, type[Record]] = {each.kind: each for each in (Started, Stepped, Validated, Finished, Stopped)}
 
 
 def as_dict(record: Record) -> dict[str, Any]:
@@ -102,3 +106,18 @@ def as_dict(record: Record) -> dict[str, Any]:
         Its fields, with `kind` in front.
     """
     return {"kind": record.kind, **dataclasses.asdict(record)}
+
+
+def record_from(stored: dict[str, Any]) -> Record:
+    """Read what `as_dict` gave.
+
+    Args:
+        stored: Plain JSON types.
+
+    Returns:
+        An equal record.
+    """
+    fields = {key: value for key, value in stored.items() if key != "kind"}
+    if stored["kind"] == Started.kind:
+        fields["corpus"], fields["config"] = CorpusFacts(**fields["corpus"]), config_from(fields["config"])
+    return _KINDS[stored["kind"]](**fields)

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import platform
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,33 +14,10 @@ import torch
 
 from meshmuon.cli.corpus import Corpus, load_corpus
 from meshmuon.cli.experiments import Experiment
-from meshmuon.cli.outcomes import Outcome, Results, check_same_start, load_results
-from meshmuon.cli.records import Record, Started, Stepped, Stopped, Validated
+from meshmuon.cli.outcomes import Outcome, Results, check_same_start, load_results, outcome_of
 from meshmuon.cli.settings import SizeName, TrainConfig
 from meshmuon.cli.training import train
 from meshmuon.errors import message
-
-
-def outcome_of(config: TrainConfig, records: Sequence[Record]) -> Outcome:
-    """Sum a run up.
-
-    Args:
-        config: What was run.
-        records: All that `train` yielded.
-
-    Returns:
-        Its outcome.
-    """
-    steps = [record for record in records if isinstance(record, Stepped)]
-    stopped = [record.reason for record in records if isinstance(record, Stopped)]
-    return Outcome(
-        config=config,
-        weights_sha256=next(record.weights_sha256 for record in records if isinstance(record, Started)),
-        curve=tuple((r.step, r.loss, r.elapsed) for r in records if isinstance(r, Validated)),
-        optimizer_share=statistics.median(r.optimizer_share for r in steps) if steps else 0.0,
-        tokens_per_second=statistics.median(r.tokens_per_second for r in steps) if steps else 0.0,
-        stopped=stopped[0] if stopped else None,
-    )
 
 
 def run_experiment(

@@ -15,11 +15,10 @@ from meshmuon.cli.corpus import Corpus, batch_drawer, spread_windows
 from meshmuon.cli.gpt import GPT, fingerprint, generate, mean_loss, next_byte_loss
 from meshmuon.cli.optimizers import Optimizers, build_optimizers
 from meshmuon.cli.parallel import ALONE, Parallel
-from meshmuon.cli.records import Finished, Record, Started, Stepped, Stopped, Validated
+from meshmuon.cli.records import INTERRUPTED, Finished, Record, Started, Stepped, Stopped, Validated
 from meshmuon.cli.settings import TrainConfig
 
 SAMPLE_PROMPT = b"def "
-INTERRUPTED = "interrupted"
 # On a GPU losses are read once for several steps: each reading waits until the device has caught up.
 GPU_WINDOW = 10
 
