@@ -1,8 +1,8 @@
 """Training runs that the tests of `meshmuon train --parallel` start, on ranks or alone."""
 
-import os
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -27,9 +27,10 @@ def config(name="muon"):
 
 def command(arguments):
     """`meshmuon train` with the small model, on this rank: its exit code and what it said."""
-    train_module.preset = lambda size, name, device: config(name)
-    os.environ["RANK"] = str(torch.distributed.get_rank())
-    result = CliRunner().invoke(build_app(), ["train", "--device", "cpu", *arguments])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "preset", lambda size, name, device: config(name))
+        patch.setenv("RANK", str(torch.distributed.get_rank()))
+        result = CliRunner().invoke(build_app(), ["train", "--device", "cpu", *arguments])
     return result.exit_code, result.output
 
 

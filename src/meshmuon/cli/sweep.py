@@ -111,7 +111,7 @@ def results_table(results: Results) -> str:
         A table in plain text, and a line for each optimizer that was swept.
     """
     rows = [
-        [setting.optimizer, setting.rule if "muon" in setting.optimizer else "", f"{setting.lr:g}", str(setting)]
+        [setting.optimizer, "" if setting.optimizer == "adamw" else setting.rule, f"{setting.lr:g}", str(setting)]
         for setting in results.settings()
     ]
     lines = [table(("optimizer", "lr rule", "lr", "validation loss (nats/byte)"), rows, style="plain")]
