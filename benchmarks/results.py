@@ -31,9 +31,8 @@ To run an experiment again: `python -m meshmuon.cli.sweep --experiment NAME --si
 """
 
 
-def sweep_section(results: Results, figure: Path) -> list[str]:
-    """The grid as a table, best rates bold, and the figure."""
-    draw_sweep(results, figure, title=_title(results))
+def sweep_section(results: Results) -> list[str]:
+    """The grid as a table, best rates bold."""
     rates = sorted({setting.lr for setting in results.settings()})
     cells = {(setting.optimizer, setting.lr): setting for setting in results.settings()}
     rows = []
@@ -47,13 +46,12 @@ def sweep_section(results: Results, figure: Path) -> list[str]:
     edges = [LABELS[name] for name in COMPARED if not results.brackets(name)]
     inside = f"The best of {' and '.join(edges)} lies at the edge of the grid." if edges else ""
     lines = [table(["lr", *(LABELS[name] for name in COMPARED)], rows, style="markdown")]
-    return [*lines, *([inside] if inside else []), _image(figure)]
+    return [*lines, *([inside] if inside else [])]
 
 
-def final_section(results: Results, figure: Path) -> list[str]:
-    """Both at their best rate: the verdict, a row per optimizer, and the curves."""
+def final_section(results: Results) -> list[str]:
+    """Both at their best rate: the verdict, and a row per optimizer."""
     timed = results.facts["jobs"] == 1
-    draw_curves(results.outcomes, figure, title=_title(results), seconds=timed)
     found = races(results.outcomes, "muon", "adamw")
     words = verdict(results.outcomes)
     if not timed:  # runs beside each other tell nothing about seconds
@@ -63,23 +61,21 @@ def final_section(results: Results, figure: Path) -> list[str]:
             share = sum(reached) / len(reached) / found[0].baseline_steps
             ours = f"{LABELS['muon']} had the final loss of {LABELS['adamw']}"
             words.insert(1, f"{ours} after {share:.0%} of its {found[0].baseline_steps} steps.")
-    return [" ".join(words), _settings_table(results, timed=timed), _image(figure)]
+    return [" ".join(words), _settings_table(results, timed=timed)]
 
 
-def four_section(results: Results, figure: Path) -> list[str]:
-    """Four optimizers: a row each, and the curves."""
-    draw_curves(results.outcomes, figure, title=_title(results), seconds=False)
-    lines = [_settings_table(results, timed=False), _image(figure)]
+def four_section(results: Results) -> list[str]:
+    """Four optimizers: a row each."""
+    lines = [_settings_table(results, timed=False)]
     if {"muon", "reference"} <= {outcome.config.optimizer.name for outcome in results.outcomes}:
         gap = max(abs(a.loss - b.loss) for a, b in _pairs(results, "muon", "reference"))
         note = "Ours and the reference do the same arithmetic in fp32 and in fp64: their final losses differ by at most"
-        lines.insert(1, f"{note} {gap:.1e} on any seed.")
+        lines.append(f"{note} {gap:.1e} on any seed.")
     return lines
 
 
-def rules_section(results: Results, figure: Path) -> list[str]:
+def rules_section(results: Results) -> list[str]:
     """What it costs to reuse AdamW's learning rate under each rule."""
-    del figure  # a table says it all
     adamw = results.best("adamw")
     muons = [setting for setting in results.settings() if setting.optimizer == "muon"]
     tuned = min(muons, key=lambda setting: setting.mean)
@@ -93,7 +89,7 @@ def rules_section(results: Results, figure: Path) -> list[str]:
     return [table(header, rows, style="markdown")]
 
 
-SECTIONS: dict[str, Callable[[Results, Path], list[str]]] = {
+SECTIONS: dict[str, Callable[[Results], list[str]]] = {
     "final": final_section,
     "sweep": sweep_section,
     "four-curves": four_section,
@@ -101,8 +97,22 @@ SECTIONS: dict[str, Callable[[Results, Path], list[str]]] = {
 }
 
 
+DRAWN = ("final", "sweep", "four-curves")
+
+
+def draw(path: Path) -> None:
+    """The figure of an experiment, beside its JSON file."""
+    results = load_results(path)
+    name, figure = results.facts["experiment"], path.with_suffix(".png")
+    if name == "sweep":
+        draw_sweep(results, figure, title=_title(results))
+    elif name in DRAWN:
+        timed = name == "final" and results.facts["jobs"] == 1
+        draw_curves(results.outcomes, figure, title=_title(results), seconds=timed)
+
+
 def page(folder: Path) -> str:
-    """All experiments that have results, by size; figures are drawn beside the JSON files."""
+    """All experiments that have results, by size."""
     blocks = [INTRODUCTION.rstrip()]
     for size, facts in SIZES.items():
         files = {name: folder / f"{name}-{size}.json" for name in SECTIONS}
@@ -115,7 +125,8 @@ def page(folder: Path) -> str:
         for name, path in present.items():
             results = load_results(path)
             about = f"### {name}\n\n{DESCRIPTIONS[name][0].upper()}{DESCRIPTIONS[name][1:]}. {_where(results)}"  # type: ignore[index]
-            blocks += [about, *SECTIONS[name](results, path.with_suffix(".png"))]
+            figure = [f"![{path.stem}]({folder.name}/{path.stem}.png)"] if name in DRAWN else []
+            blocks += [about, *SECTIONS[name](results), *figure]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -160,14 +171,12 @@ def _title(results: Results) -> str:
     return f"Byte-level GPT, {SIZES[size].parameters} parameters, {results.facts['machine']}"
 
 
-def _image(figure: Path) -> str:
-    return f"![{figure.stem}]({figure.parent.name}/{figure.name})"
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
+    for file in sorted(options.folder.glob("*.json")):
+        draw(file)
     text = page(options.folder)
     (options.folder.parent / "results.md").write_text(text, encoding="utf-8")
     print(text)
