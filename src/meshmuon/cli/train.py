@@ -2,20 +2,15 @@
 
 import dataclasses
 import json
-import os
-import sys
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from meshmuon.cli import train_options as options
+from meshmuon.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, fail, one_line_errors
 from meshmuon.cli.comparison import Comparison, RunLog, compare, label_of, load_comparison, outcomes_of
 from meshmuon.cli.corpus import Corpus, load_corpus
 from meshmuon.cli.figures import draw_curves
@@ -32,8 +27,6 @@ if TYPE_CHECKING:  # it imports torch
     from meshmuon.cli.parallel import Parallel
 
 __all__ = ["HELP", "train_command"]
-
-EXIT_DIVERGED, EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def train_command(
@@ -79,7 +72,7 @@ def train_command(
         rates: A sweep's results, for an experiment.
         jobs: Runs at a time, in an experiment.
     """
-    with _errors_in_words(verbose):
+    with one_line_errors("train", verbose=verbose):
         folder = resume or out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
         named = Named.sweep if sweep else experiment
         if named:
@@ -148,9 +141,8 @@ def _run(comparison: Comparison, *, layout: Layout, is_new: bool, json_output: b
         log = RunLog(comparison.folder / "log.jsonl")
         last = _watch(comparison, corpus, log, console, parallel)
         if isinstance(last, Stopped) and last.reason == INTERRUPTED:
-            _fail(
-                f"interrupted at step {last.step}; go on with: {_resume_command(comparison, layout)}", EXIT_INTERRUPTED
-            )
+            again = _resume_command(comparison, layout)
+            fail("train", f"interrupted at step {last.step} and saved. To go on: {again}", EXIT_INTERRUPTED)
         if parallel.first:
             _conclude(comparison, log, console, json_output=json_output)
     finally:
@@ -189,7 +181,7 @@ def _conclude(comparison: Comparison, log: RunLog, console: Console, *, json_out
         print(json.dumps({**facts, "folder": str(comparison.folder)}))
     stopped = [outcome for outcome in outcomes if outcome.stopped]
     if stopped:
-        _fail(f"{label_of(stopped[0].config)} stopped: {stopped[0].stopped}", EXIT_DIVERGED)
+        fail("train", f"{label_of(stopped[0].config)} stopped: {stopped[0].stopped}", EXIT_FAILED)
 
 
 def _curve(outcomes: list[Outcome], path: Path, console: Console) -> bool:
@@ -233,33 +225,6 @@ def _run_experiment(
 def _resume_command(comparison: Comparison, layout: Layout) -> str:
     parallel = "" if layout is Layout.none else f" --parallel {layout.value}"
     return f"meshmuon train --resume {comparison.folder}{parallel}"
-
-
-@contextmanager
-def _errors_in_words(verbose: bool) -> Iterator[None]:
-    """Errors as one line and an exit code; with `verbose`, the traceback first."""
-    try:
-        yield
-    except (typer.Exit, SystemExit):
-        raise
-    except KeyboardInterrupt:
-        _fail("interrupted; --resume goes on from the last checkpoint", EXIT_INTERRUPTED)
-    except Exception as error:
-        if verbose:
-            traceback.print_exc()
-        if isinstance(error, ValueError):
-            _fail(str(error), EXIT_BAD_INPUT)
-        text = str(error)
-        if "out of memory" in text or "can't allocate memory" in text:
-            _fail("out of memory. Give a smaller --size, or more processes with --parallel fsdp.", EXIT_FAILED)
-        first_line = next(iter(text.splitlines()), "")
-        _fail(f"{type(error).__name__}: {first_line} (-v shows the traceback)", EXIT_FAILED)
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0" or code == EXIT_FAILED:  # what all ranks know, one says
-        print(f"meshmuon train: {text}", file=sys.stderr)
-    raise typer.Exit(code)
 
 
 def _printable(text: str) -> str:

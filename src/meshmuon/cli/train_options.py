@@ -57,7 +57,7 @@ Writes log.jsonl, summary.json, curve.png and checkpoints into --out. Ctrl-C sav
 
 On several processes:  torchrun --nproc-per-node 2 -m meshmuon train --parallel fsdp
 
-Exit codes: 0 finished, 1 a loss stopped being finite, 2 bad input, 3 failed (out of memory, a lost process), \
+Exit codes: 0 finished, 1 failed (a loss stopped being finite, out of memory, a lost process), 2 bad input, \
 130 interrupted.
 """
 
