@@ -1,24 +1,27 @@
 """Ctrl-C as a question, not as an accident: the step under way ends, a checkpoint is saved, then the run stops."""
 
+import os
 import signal
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
-# torchrun passes a Ctrl-C on to its processes as SIGTERM.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A Ctrl-C under torchrun arrives twice, from the terminal and from torchrun itself: that is one wish.
+_ONE_WISH_SECONDS = 2.0
 
 
 class Interrupts:
     """Remembers a first signal instead of dying of it; a second one ends the process as usual."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._first: float | None = None
         self._before: dict[int, Any] = {}
 
     def asked(self) -> bool:
         """Whether someone asked to stop."""
-        return self._asked
+        return self._first is not None
 
     def __enter__(self) -> "Interrupts":
         self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
@@ -31,7 +34,10 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            if os.environ.get("RANK", "0") == "0":
+                print("\nstopping after this step, then saving (again: stop at once)", file=sys.stderr, flush=True)
+        elif now - self._first > _ONE_WISH_SECONDS:
             raise KeyboardInterrupt
-        self._asked = True
-        print("\nstopping after this step, then saving (again: stop at once)", file=sys.stderr, flush=True)

@@ -102,6 +102,7 @@ class TrainConfig:
         precision: What products are computed in; weights and optimizer state are always float32.
         compile: Whether blocks of the model go through `torch.compile`.
         validate_every: Steps between two measurements on held-out bytes.
+        checkpoint_every: Steps between two checkpoints, where they are kept.
         validation_windows: Held-out windows in one measurement, at most.
         sample_bytes: Length of the text that the trained model writes.
     """
@@ -117,11 +118,12 @@ class TrainConfig:
     precision: Precision = "float32"
     compile: bool = False
     validate_every: int = 25
+    checkpoint_every: int = 100
     validation_windows: int = 128
     sample_bytes: int = 240
 
     def __post_init__(self) -> None:
-        _check_positive(self, "steps", "batch", "validate_every", "validation_windows")
+        _check_positive(self, "steps", "batch", "validate_every", "checkpoint_every", "validation_windows")
 
     def lr_at(self, step: int) -> float:
         """Learning rate of a step: linear warmup, then a cosine.

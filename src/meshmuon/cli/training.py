@@ -37,8 +37,8 @@ def train(
         config: What to train and how.
         corpus: Bytes to learn from and bytes held out.
         parallel: The processes that train together; all of them must iterate.
-        checkpoints: Where to begin, if it has one, and where to save at each validation. A record is yielded before
-            the checkpoint that comes after it, so a log kept by the caller is never behind.
+        checkpoints: Where to begin, if it has one, and where to save. A record is yielded before the checkpoint that
+            comes after it, so a log kept by the caller is never behind.
         interrupted: Asked between steps; once it says so on any process, all save and stop.
 
     Yields:
@@ -71,13 +71,13 @@ def _records(
         yield from steps
         at = replace(at, step=steps[-1].step, elapsed=steps[-1].elapsed)
         stop = run.agreed(interrupted())
-        due = at.step % config.validate_every == 0 or at.step == config.steps
-        if due:
+        ended = at.step == config.steps
+        if ended or at.step % config.validate_every == 0:
             last = run.validate()
             yield Validated(step=at.step, loss=last, elapsed=at.elapsed)
-        if checkpoints and (due or stop):
+        if checkpoints and (ended or stop or at.step % config.checkpoint_every == 0):
             checkpoints.save(run.wrapped, run.optimizers, at)
-        if stop and at.step < config.steps:
+        if stop and not ended:
             yield Stopped(step=at.step, reason=INTERRUPTED)
             return
     if math.isnan(last):  # resumed after its last step
@@ -168,7 +168,7 @@ class Run:
         )
 
     def advance(self, step: int, elapsed: float) -> list[Stepped]:
-        """Take the next steps: one on a CPU, up to `GPU_WINDOW` on a GPU, never past the next validation.
+        """Take the next steps: one on a CPU, up to `GPU_WINDOW` on a GPU, never past a validation or checkpoint.
 
         Args:
             step: Steps already done.
@@ -179,7 +179,8 @@ class Run:
         """
         config, timer = self.config, Timer(self.config.device)
         window = 1 if config.device == "cpu" else GPU_WINDOW
-        end = min(step + window, (step // config.validate_every + 1) * config.validate_every, config.steps)
+        stops = [(step // every + 1) * every for every in (config.validate_every, config.checkpoint_every)]
+        end = min(step + window, config.steps, *stops)
         losses, rates = [], []
         with timer.measure("steps"):
             for index in range(step, end):

@@ -37,7 +37,13 @@ CONFIG = TrainConfig(model=MODEL, optimizer=MUON, steps=6, batch=4, validate_eve
 
 def run(*arguments: str) -> Any:
     def smaller(size: Any, name: Any, device: str) -> TrainConfig:  # these tests run often
-        few: dict[str, Any] = {"batch": 4, "validation_windows": 16, "validate_every": 10, "sample_bytes": 8}
+        few: dict[str, Any] = {
+            "batch": 4,
+            "validation_windows": 16,
+            "validate_every": 10,
+            "sample_bytes": 8,
+            "checkpoint_every": 5,
+        }
         return replace(preset(size, name, device=device), model=MODEL, **few)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -330,7 +336,7 @@ def deadly(self, tokens):
 
 from meshmuon.cli.settings import GPTConfig
 few = {"model": GPTConfig(width=64, layers=2, heads=2, context=32)}
-few |= {"batch": 4, "validation_windows": 16, "validate_every": 10, "sample_bytes": 8}
+few |= {"batch": 4, "validation_windows": 16, "validate_every": 10, "sample_bytes": 8, "checkpoint_every": 5}
 command.preset = lambda size, name, device: replace(preset(size, name, device=device), **few)
 GPT.forward = deadly
 build_app()(["train", "--device", "cpu", *sys.argv[1:]])
