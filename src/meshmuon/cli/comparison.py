@@ -11,13 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from meshmuon.cli.corpus import Corpus, CorpusFacts
 from meshmuon.cli.outcomes import Outcome, check_same_start, outcome_of
-from meshmuon.cli.records import INTERRUPTED, Finished, Record, Stepped, Stopped, Validated, as_dict, record_from
+from meshmuon.cli.records import (
+    INTERRUPTED,
+    Finished,
+    Record,
+    Started,
+    Stepped,
+    Stopped,
+    Validated,
+    as_dict,
+    record_from,
+)
 from meshmuon.cli.settings import TrainConfig, config_from
 from meshmuon.errors import message
 
-if TYPE_CHECKING:  # they import torch
-    from meshmuon.cli.corpus import Corpus
+if TYPE_CHECKING:  # it imports torch
     from meshmuon.cli.parallel import Parallel
 
 
@@ -135,6 +145,21 @@ class RunLog:
         ends = [record for record in self.of(run) if isinstance(record, Finished | Stopped)]
         return any(not (isinstance(end, Stopped) and end.reason == INTERRUPTED) for end in ends)
 
+    def check_corpus(self, facts: CorpusFacts) -> None:
+        """Refuse to go on with another text than the one that was begun.
+
+        Args:
+            facts: Of the corpus as it is now.
+
+        Raises:
+            ValueError: It has changed.
+        """
+        for records in self._records.values():
+            for record in records:
+                if isinstance(record, Started) and record.corpus.sha256 != facts.sha256:
+                    found = f"{facts.source} has changed since the run began (sha256)"
+                    raise ValueError(message("resume", found=found, do="Restore it, or begin anew with another --out."))
+
     def rewind(self, run: str, step: int | None) -> None:
         """Forget what a run did after its checkpoint: it will do that again.
 
@@ -177,7 +202,7 @@ class RunLog:
 
 
 def compare(
-    comparison: Comparison, corpus: "Corpus", log: RunLog, *, parallel: "Parallel", interrupted: Callable[[], bool]
+    comparison: Comparison, corpus: Corpus, log: RunLog, *, parallel: "Parallel", interrupted: Callable[[], bool]
 ) -> Iterator[tuple[TrainConfig, Record]]:
     """Run what is not yet in the log, from the checkpoints that are there.
 
@@ -198,6 +223,7 @@ def compare(
     over = json.loads(parallel.told_by_first(json.dumps(over)))
     waiting = [config for config in comparison.configs if label_of(config) not in over]
     places = {label_of(c): Checkpoints(comparison.folder / "checkpoints" / label_of(c), parallel) for c in waiting}
+    log.check_corpus(corpus.facts)
     if parallel.first:
         for label, place in places.items():
             at = place.latest()

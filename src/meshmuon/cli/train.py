@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 
 from meshmuon.cli import train_options as options
@@ -30,6 +31,7 @@ __all__ = ["HELP", "train_command"]
 
 
 def train_command(
+    context: typer.Context,
     *,
     optimizers: options.Optimizers = "muon,adamw",
     size: options.SizeOption = None,
@@ -53,6 +55,7 @@ def train_command(
     """Train a small GPT with Muon and AdamW, and compare.
 
     Args:
+        context: Typer's.
         optimizers: Which to compare, by commas.
         size: Which preset to train.
         steps: Optimizer steps, by default those of the size.
@@ -73,6 +76,7 @@ def train_command(
         jobs: Runs at a time, in an experiment.
     """
     with one_line_errors("train", verbose=verbose):
+        options.check_together(context)
         folder = resume or out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
         named = Named.sweep if sweep else experiment
         if named:
@@ -80,8 +84,7 @@ def train_command(
             return
         where = pick_device(device.value)
         if resume:
-            given = {"--steps": steps, "--lr": lr, "--adamw-lr": adamw_lr, "--size": size, "--corpus": corpus}
-            comparison = _resumed(resume, where, refused=[name for name, value in given.items() if value is not None])
+            comparison = load_comparison(resume).on(where)
         else:
             chosen = size or (Size.tiny if where == "cpu" else Size.base)
             configs = _configs(optimizers, chosen, where, steps=steps, lr=lr, adamw_lr=adamw_lr, seed=seed, seeds=seeds)
@@ -117,17 +120,10 @@ def _configs(
     return tuple(configs)
 
 
-def _resumed(folder: Path, device: str, *, refused: list[str]) -> Comparison:
-    if refused:
-        found = f"{', '.join(refused)} beside --resume"
-        raise ValueError(message("resume", found=found, do="A run goes on with its own options: leave them out."))
-    return load_comparison(folder).on(device)
-
-
 def _run(comparison: Comparison, *, layout: Layout, is_new: bool, json_output: bool) -> None:
     """Train, watch, conclude."""
     window = comparison.configs[0].model.context + 1
-    corpus = load_corpus(comparison.corpus, window=window)  # before torch is imported: mistakes show at once
+    corpus = load_corpus(comparison.corpus, window=window)
     from meshmuon.cli.parallel import start_parallel
 
     parallel = start_parallel(layout.value, comparison.configs[0].device)
@@ -141,7 +137,7 @@ def _run(comparison: Comparison, *, layout: Layout, is_new: bool, json_output: b
         log = RunLog(comparison.folder / "log.jsonl")
         last = _watch(comparison, corpus, log, console, parallel)
         if isinstance(last, Stopped) and last.reason == INTERRUPTED:
-            again = _resume_command(comparison, layout)
+            again = _resume_command(comparison, parallel)
             fail("train", f"interrupted at step {last.step} and saved. To go on: {again}", EXIT_INTERRUPTED)
         if parallel.first:
             _conclude(comparison, log, console, json_output=json_output)
@@ -222,9 +218,11 @@ def _run_experiment(
     )
 
 
-def _resume_command(comparison: Comparison, layout: Layout) -> str:
-    parallel = "" if layout is Layout.none else f" --parallel {layout.value}"
-    return f"meshmuon train --resume {comparison.folder}{parallel}"
+def _resume_command(comparison: Comparison, parallel: "Parallel") -> str:
+    if parallel.mode == "none":
+        return f"meshmuon train --resume {comparison.folder}"
+    torchrun = f"torchrun --nproc-per-node {parallel.size} -m"
+    return f"{torchrun} meshmuon train --resume {comparison.folder} --parallel {parallel.mode}"
 
 
 def _printable(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshmuon.cli.common import InputError
 from meshmuon.cli.settings import LABELS, SIZES
 from meshmuon.cli.settings import Size as SizeFacts
 
@@ -105,3 +106,37 @@ Rates = Annotated[
     Path | None, _option(panel=_GRID, text="A sweep.json whose best learning rates to use.", default=False)
 ]
 Jobs = Annotated[int, _option(panel=_GRID, text="Runs at a time, one thread each.", min=1)]
+
+
+_NAMES = {"json_output": "--json", "adamw_lr": "--adamw-lr"}
+_ALWAYS = {"device", "verbose"}
+_RESUME_TAKES = {"resume", "parallel", "json_output"} | _ALWAYS
+_EXPERIMENT_TAKES = {"sweep", "experiment", "size", "steps", "corpus", "out", "rates", "jobs"} | _ALWAYS
+_ONLY_EXPERIMENTS_TAKE = {"rates", "jobs"}
+
+
+def check_together(context: typer.Context) -> None:
+    """Refuse options that would not be read beside others that were given: nothing a user writes is ignored.
+
+    Args:
+        context: Typer's, which knows what was written.
+
+    Raises:
+        InputError: Names the options that do not go together.
+    """
+    # By name: typer may carry a click of its own, whose enum is another.
+    given = {
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    if "resume" in given:
+        _refuse(given - _RESUME_TAKES, beside="--resume", do="A run goes on with its own options: leave them out.")
+    elif given & {"sweep", "experiment"}:
+        _refuse(given - _EXPERIMENT_TAKES, beside="an experiment", do="Its runs are fixed beforehand: leave them out.")
+    else:
+        _refuse(given & _ONLY_EXPERIMENTS_TAKE, beside="a single comparison", do="Give --experiment too.")
+
+
+def _refuse(names: set[str], *, beside: str, do: str) -> None:
+    if names:
+        words = ", ".join(sorted(_NAMES.get(name, f"--{name}") for name in names))
+        raise InputError(f"{words}: not read beside {beside}. {do}")

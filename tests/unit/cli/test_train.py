@@ -244,8 +244,13 @@ def test_other_bad_input_exits_with_two(tmp_path: Path, small_corpus: Path, monk
     assert not (tmp_path / "run").exists()
     nothing = run("--resume", str(tmp_path / "run"))
     assert (nothing.exit_code, "no run to go on with" in nothing.stderr) == (2, True)
-    mixed = run("--resume", str(tmp_path / "run"), "--lr", "1")
-    assert (mixed.exit_code, "--lr beside --resume" in mixed.stderr) == (2, True)
+    for arguments, text in (
+        (("--resume", str(tmp_path / "run"), "--lr", "1"), "--lr: not read beside --resume"),
+        (("--sweep", "--seeds", "2", "--adamw-lr", "1"), "--adamw-lr, --seeds: not read beside an experiment"),
+        (("--jobs", "2"), "--jobs: not read beside a single comparison"),
+    ):
+        mixed = run(*arguments)
+        assert (mixed.exit_code, text in mixed.stderr) == (2, True), mixed.stderr
     monkeypatch.setattr(corpus_module, "MAX_BYTES", 10)
     large = run("--corpus", str(small_corpus), "--out", str(tmp_path / "run"))
     assert (large.exit_code, "the limit is 10" in large.stderr) == (2, True)
@@ -314,6 +319,9 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_losses(
     assert "Validation loss: meshmuon.Muon" in result.output
     again = run("--resume", str(tmp_path / "cut"))  # nothing left to do: the verdict once more
     assert again.exit_code == 0 and "Validation loss: meshmuon.Muon" in again.output
+    (small_corpus / "file00.txt").write_text("other words")
+    changed = run("--resume", str(tmp_path / "cut"))
+    assert (changed.exit_code, "has changed since the run began" in changed.stderr) == (2, True)
 
 
 KILLED_AT_STEP_14 = """
