@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshmuon.cli.outcomes import Outcome, Results
 from meshmuon.cli.settings import LABELS, OptimizerName
@@ -26,19 +26,20 @@ def draw_curves(outcomes: Sequence[Outcome], path: Path, *, title: str, seconds:
         title: What was trained.
         seconds: Whether to draw them over seconds of training, too.
     """
-    axes_of: list[tuple[str, Literal[0, 2]]] = [("step", 0), *([("seconds of training", 2)] if seconds else [])]  # type: ignore[list-item]
-    figure, panels = _figure(len(axes_of))
-    for panel, (label, place) in zip(panels, axes_of, strict=True):
+    labels = ["step", *(["seconds of training, by the median step"] if seconds else [])]
+    figure, panels = _figure(len(labels))
+    for panel, label in zip(panels, labels, strict=True):
         for name in _STYLES:
-            curves = [o.curve for o in outcomes if o.config.optimizer.name == name and o.stopped is None]
-            if not curves:
+            runs = [o for o in outcomes if o.config.optimizer.name == name and o.stopped is None]
+            if not runs:
                 continue
-            points = list(zip(*curves, strict=True))  # of each validation, one point per seed
-            across = [sum(point[place] for point in seeds) / len(seeds) for seeds in points]
+            points = list(zip(*(run.curve for run in runs), strict=True))  # of each validation, one point per seed
+            pace = 1.0 if label == "step" else sum(run.step_seconds for run in runs) / len(runs)
+            across = [seeds[0][0] * pace for seeds in points]
             losses = [[point[1] for point in seeds] for seeds in points]
             means = [sum(seeds) / len(seeds) for seeds in losses]
             panel.plot(across, means, label=f"{LABELS[name]}: {means[-1]:.3f}", **_STYLES[name])
-            if len(curves) > 1:
+            if len(runs) > 1:
                 low, high = [min(seeds) for seeds in losses], [max(seeds) for seeds in losses]
                 panel.fill_between(across, low, high, color=_STYLES[name]["color"], alpha=0.2, linewidth=0)
         panel.set(xlabel=label, ylabel=LOSS_LABEL)

@@ -43,9 +43,14 @@ class Outcome:
         return math.inf if self.stopped else self.curve[-1][1]
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of the median step: what else the machine did in between does not count."""
+        return self.config.batch * self.config.model.context / self.tokens_per_second
+
+    @property
     def seconds(self) -> float:
-        """Seconds of training, without validation."""
-        return self.curve[-1][2]
+        """Seconds of training at the median step, without validation."""
+        return self.curve[-1][0] * self.step_seconds if self.tokens_per_second else 0.0
 
     @property
     def setting(self) -> tuple[str, str, float]:

@@ -19,7 +19,7 @@ class Race:
         challenger_loss: Final validation loss.
         baseline_loss: Likewise.
         steps: Steps after which the challenger had the baseline's final loss; None: never.
-        seconds: Seconds of training until then.
+        seconds: Seconds of training until then, each step taken as long as the median one.
         baseline_steps: All steps of the baseline.
         baseline_seconds: All its seconds.
     """
@@ -33,7 +33,7 @@ class Race:
     baseline_seconds: float
 
 
-def reached(curve: Sequence[Point], loss: float) -> tuple[float, float] | None:
+def reached(curve: Sequence[Point], loss: float) -> float | None:
     """When a curve first came down to a loss, between two measurements by a straight line.
 
     Args:
@@ -41,13 +41,13 @@ def reached(curve: Sequence[Point], loss: float) -> tuple[float, float] | None:
         loss: The loss to reach.
 
     Returns:
-        Steps and seconds, or None if it never did.
+        Steps, or None if it never did.
     """
     for before, after in zip([curve[0], *curve], curve, strict=False):
         if after[1] <= loss:
             drop = before[1] - after[1]
             share = (before[1] - loss) / drop if drop > 0 else 1.0
-            return (before[0] + share * (after[0] - before[0]), before[2] + share * (after[2] - before[2]))
+            return before[0] + share * (after[0] - before[0])
     return None
 
 
@@ -70,14 +70,14 @@ def races(outcomes: Sequence[Outcome], challenger: str, baseline: str) -> list[R
     for seed, theirs in by_name[baseline].items():
         if seed in by_name[challenger]:
             ours = by_name[challenger][seed]
-            when = reached(ours.curve, theirs.loss)
+            steps = reached(ours.curve, theirs.loss)
             found.append(
                 Race(
                     seed=seed,
                     challenger_loss=ours.loss,
                     baseline_loss=theirs.loss,
-                    steps=when and when[0],
-                    seconds=when and when[1],
+                    steps=steps,
+                    seconds=None if steps is None else steps * ours.step_seconds,
                     baseline_steps=theirs.curve[-1][0],
                     baseline_seconds=theirs.seconds,
                 )
@@ -133,7 +133,7 @@ def _speed(pairs: Sequence[Race], ours: str, theirs: str) -> str:
     )
     return (
         f"{ours} needed {steps:.0f} steps for the loss that {theirs} had after {all_steps:.0f} "
-        f"({steps / all_steps:.0%}), {in_time}."
+        f"({steps / all_steps:.0%}), {in_time}, by the median step of each."
     )
 
 

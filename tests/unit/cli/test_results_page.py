@@ -19,7 +19,7 @@ def results(name: str, losses: dict[tuple[str, str, float], list[float]], jobs: 
             base = preset("tiny")
             config = TrainConfig(model=base.model, optimizer=chosen, steps=200, batch=16, seed=seed)
             curve = ((0, 5.0, 0.0), (100, loss + 1, 10.0), (200, loss, 20.0))
-            numbers = {"optimizer_share": 0.25, "tokens_per_second": 1234.0}
+            numbers = {"optimizer_share": 0.25, "tokens_per_second": 20480.0}
             outcomes.append(Outcome(config=config, weights_sha256="w", curve=curve, **numbers))  # type: ignore[arg-type]
     return Results(facts={**facts, "date": "2026-01-01"}, outcomes=outcomes)
 
@@ -36,7 +36,7 @@ def test_every_experiment_has_its_section(tmp_path: Path) -> None:
     assert "a machine, torch 2, 2026-01-01; a corpus, sha256 0123456789ab." in text
     assert "| 0.002 | **2.1000 ± 0.1414** |  |" in text
     assert "needed 150 steps for the loss that torch.optim.AdamW had after 200 (75%), 15.0 s instead of 20.0 s" in text
-    assert "| meshmuon.Muon | 0.002 | 2.1000 ± 0.1414 | 20.0 | 25% | 1,234 |" in text
+    assert "| meshmuon.Muon | 0.002 | 2.1000 ± 0.1414 | 20.0 | 25% | 20,480 |" in text
     assert "differ by at most 1.0e-03 on any seed" in text
     assert '| `"none"` | 0.001 | 2.5000 ± 0.1414 | +0.4000 |' in text
     for path in folder.glob("*.json"):

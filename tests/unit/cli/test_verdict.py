@@ -16,29 +16,30 @@ def outcome(
 ) -> Outcome:
     optimizer = OptimizerConfig(name=name, lr=1e-3)
     config = TrainConfig(model=GPTConfig(), optimizer=optimizer, steps=100, batch=4, seed=seed)
-    curve = tuple((100 * i, loss, 10.0 * i * pace) for i, loss in enumerate(losses))
+    curve = tuple((100 * i, loss, 999.0) for i, loss in enumerate(losses))  # by the clock: a busy machine
     return Outcome(
         config=config,
         weights_sha256="same",
         curve=curve,
         optimizer_share=0.1,
-        tokens_per_second=1.0,
+        tokens_per_second=10 * 4 * 128 / pace,
         stopped=stopped,
     )
 
 
 def test_a_loss_is_reached_between_two_measurements() -> None:
     curve = ((0, 5.0, 0.0), (100, 3.0, 10.0), (200, 2.0, 30.0))
-    assert reached(curve, 2.5) == (150.0, 20.0)
-    assert reached(curve, 3.0) == (100.0, 10.0)
-    assert reached(curve, 5.5) == (0.0, 0.0)
+    assert reached(curve, 2.5) == 150.0
+    assert reached(curve, 3.0) == 100.0
+    assert reached(curve, 5.5) == 0.0
     assert reached(curve, 1.9) is None
 
 
 def test_a_winner_is_told_in_steps_and_seconds() -> None:
     outcomes = [outcome("muon", 5.0, 3.0, 2.0, pace=1.2), outcome("adamw", 5.0, 4.0, 3.0)]
     (race,) = races(outcomes, "muon", "adamw")
-    assert (race.steps, race.seconds, race.baseline_steps, race.baseline_seconds) == (100.0, 12.0, 200, 20.0)
+    assert (race.steps, race.baseline_steps) == (100.0, 200)
+    assert (race.seconds, race.baseline_seconds) == (pytest.approx(12.0), pytest.approx(20.0))
     text = " ".join(verdict(outcomes))
     assert "needed 100 steps for the loss that torch.optim.AdamW had after 200 (50%)" in text
     assert "12.0 s instead of 20.0 s" in text and "One seed" in text
