@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help train test test-slow test-gpu lint format bench numerics planning setup clean
+.PHONY: help train results test test-slow test-gpu lint format bench numerics planning setup clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
-train: $(READY)  ## train a small byte-level GPT with Muon on Python's own source (about a minute)
+train: $(READY)  ## train a small byte-level GPT with Muon and with AdamW on Python's own source, and compare (about 4 minutes)
 	@$(BIN)/python -m meshmuon train $(ARGS)
 
 test: lint       ## ruff, mypy and pytest (what CI runs)
@@ -37,6 +37,9 @@ numerics: $(READY) ## distance to the exact polar factor, written to docs/numeri
 
 planning: $(READY) ## predicted steps of large jobs by route, written to docs/planning.md
 	$(BIN)/python -m benchmarks.planning $(ARGS)
+
+results: $(READY) ## tables and figures of the experiments in docs/results, written to docs/results.md
+	$(BIN)/python -m benchmarks.results $(ARGS)
 
 setup: $(READY)  ## make .venv and install everything
 

@@ -39,6 +39,8 @@ ALLOWED = {
     ("config", "errors"): "every check speaks through errors.message",
 }
 KNOWS_DTENSOR = ("layout", "checkpoint", "testing")  # testing's small models are wrapped as users wrap theirs
+# `meshmuon train` stands where a user stands, who wraps the model and averages the loss: in this one file.
+PLAYS_THE_USER = ("cli/parallel.py",)
 CALLS_COLLECTIVES = ("exchange", "testing")  # the oracles of testing gather whole tensors
 COLLECTIVES = re.compile(
     r"^(all_reduce|all_gather\w*|all_to_all\w*|reduce_scatter\w*|broadcast\w*|barrier|monitored_barrier|isend|irecv|"
@@ -124,9 +126,10 @@ def test_file_keeps_the_rules(path):
     name = room(path)
     if name != "__init__":
         assert list(layer_violations(name, tree)) == []
-    if name not in KNOWS_DTENSOR:
+    plays_the_user = path.relative_to(SOURCE).as_posix() in PLAYS_THE_USER
+    if name not in KNOWS_DTENSOR and not plays_the_user:
         assert list(dtensor_violations(tree)) == []
-    if name not in CALLS_COLLECTIVES:
+    if name not in CALLS_COLLECTIVES and not plays_the_user:
         assert list(collective_violations(tree)) == []
     assert code_lines(tree, text) <= MAX_FILE_LINES
     if name != "_compat":

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.results import FOLDER, page
 from benchmarks.table import table
 
 import meshmuon
 from meshmuon.cli.gpt import GPT, GPTConfig
+from meshmuon.cli.outcomes import best_rates
+from meshmuon.cli.settings import SIZES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -62,3 +65,13 @@ def test_the_code_of_the_qk_clip_page_runs():
     for block in blocks:
         exec(block, names)
     assert names["opt"].metrics()["qk_max_logit"] > 0 and names["logits"].shape == (4,)
+
+
+def test_the_page_of_results_is_made_from_the_results():
+    assert (FOLDER.parent / "results.md").read_text(encoding="utf-8") == page(FOLDER)
+
+
+def test_the_default_learning_rates_are_the_best_of_the_sweeps():
+    for path in FOLDER.glob("sweep-*.json"):
+        size = SIZES[path.stem.removeprefix("sweep-")]
+        assert size.lr == best_rates(path), path.name

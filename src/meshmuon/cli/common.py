@@ -1,6 +1,7 @@
 """What the commands share: how they end, and how they ask for what the user wrote."""
 
 import difflib
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,8 @@ def fail(command: str, text: str, code: int) -> NoReturn:
         text: What was found, and what to do.
         code: The exit code.
     """
-    print(f"meshmuon {command}: {' '.join(text.split())}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0" or code == EXIT_FAILED:  # what all of torchrun's processes know, one says
+        print(f"meshmuon {command}: {' '.join(text.split())}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -61,7 +63,7 @@ def one_line_errors(command: str, *, verbose: bool) -> Iterator[None]:
         fail(command, f"unexpected {type(error).__name__}: {_first_line(error)}.{again}", EXIT_FAILED)
 
 
-_LESS_MEMORY = "Close other programs, or ask for less: a smaller model, --quick, or another --device."
+_LESS_MEMORY = "Close other programs, or ask for less: a smaller model or --size, --quick, or another --device."
 
 
 def _first_line(error: BaseException) -> str:

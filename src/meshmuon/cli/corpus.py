@@ -5,8 +5,9 @@ Reading, hashing and splitting are plain Python, the same everywhere; torch only
 
 import hashlib
 import os
+import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +47,14 @@ class CorpusFacts:
     """What a run writes down about its corpus.
 
     Attributes:
+        label: What it is, without naming a folder of this machine.
         source: The folder or file it was read from.
         sha256: Hash over names and contents of all files, in sorted order.
         train_bytes: Size of the training side.
         validation_bytes: Size of the held-out side.
     """
 
+    label: str
     source: str
     sha256: str
     train_bytes: int
@@ -110,6 +113,7 @@ def load_corpus(path: Path | None = None, *, window: int) -> Corpus:
         )
     return Corpus(
         facts=CorpusFacts(
+            label=f"standard library of Python {platform.python_version()}" if path is None else root.name,
             source=str(root),
             sha256=_hash(files),
             train_bytes=len(train),
@@ -122,24 +126,29 @@ def load_corpus(path: Path | None = None, *, window: int) -> Corpus:
     )
 
 
-def random_windows(data: bytes, *, window: int, batch: int, seed: int) -> "Iterator[Tensor]":
-    """Draw training examples for ever.
+def batch_drawer(data: bytes, *, window: int, batch: int, seed: int) -> "Callable[[int], Tensor]":
+    """Prepare drawing training examples at random places.
 
     Args:
         data: Bytes to cut from.
         window: Bytes in one example.
         batch: Examples in one tensor.
-        seed: The same seed gives the same sequence.
+        seed: Decides the places, together with the step.
 
-    Yields:
-        Tensors (batch, window) of int64 on the CPU.
+    Returns:
+        A function from the number of a step to its examples, (batch, window) of int64 on the CPU. Step 7 gets the same
+        ones whether or not steps 0 to 6 were drawn before, so a resumed run needs to remember nothing.
     """
     import torch
 
     candidates = _all_windows(data, window)
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield candidates[torch.randint(len(candidates), (batch,), generator=generator)].long()
+
+    def draw(step: int) -> "Tensor":
+        # torch's CPU generator reads 32 bits of its seed; the prime keeps the steps of nearby seeds apart.
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)
+        return candidates[torch.randint(len(candidates), (batch,), generator=generator)].long()
+
+    return draw
 
 
 def spread_windows(data: bytes, *, window: int, count: int) -> "Tensor":

@@ -1,47 +1,16 @@
 """A small GPT over bytes: pre-norm blocks, rotary positions, separate q, k, v, o matrices, no biases."""
 
-from dataclasses import dataclass
+import ctypes
+import hashlib
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshmuon.cli.settings import GPTConfig
+
 INIT_STD = 0.02
 ROTARY_BASE = 10_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTConfig:
-    """Shape of the model.
-
-    Attributes:
-        width: Features of the residual stream.
-        layers: Number of blocks.
-        heads: Attention heads; `width / heads` must be even, because rotary positions turn pairs of features.
-        context: Longest sequence in bytes.
-        mlp_ratio: Hidden features of the MLP as a multiple of `width`.
-        vocabulary: Token values: one for each byte.
-    """
-
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    context: int = 128
-    mlp_ratio: int = 4
-    vocabulary: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "context", "mlp_ratio", "vocabulary"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}: found {value}. Give a positive number.")
-        if self.width % (2 * self.heads):
-            raise ValueError(f"width: found {self.width}. Give a multiple of 2 * heads = {2 * self.heads}.")
-
-    @property
-    def head_width(self) -> int:
-        """Features of one attention head."""
-        return self.width // self.heads
 
 
 class Rotary(nn.Module):
@@ -77,7 +46,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.head_width
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.k = nn.Linear(config.width, config.width, bias=False)
         self.v = nn.Linear(config.width, config.width, bias=False)
@@ -93,7 +62,9 @@ class Attention(nn.Module):
         Returns:
             A tensor of the same shape.
         """
-        q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        # By the width of a head, not by their number: under tensor parallelism only some of them are here.
+        heads = (-1, self.head_width)
+        q, k, v = (project(x).unflatten(-1, heads).transpose(1, 2) for project in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(-2))
 
@@ -174,6 +145,24 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.lm_head(self.norm(x))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash all weights, to show that two runs begin alike.
+
+    Args:
+        model: Any model with plain tensors.
+
+    Returns:
+        The sha256 over names and values.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        values = parameter.detach().cpu().contiguous()
+        # By address: torch alone has no other fast way from a tensor to bytes, and numpy is no dependency.
+        digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+    return digest.hexdigest()
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:

@@ -1,265 +1,228 @@
-"""`meshmuon train`: options and output. The run itself is `training.train`."""
+"""`meshmuon train`: options, messages and the end. The runs are `comparison.compare`, what one sees is `progress`."""
 
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Iterator
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshmuon.cli import train_options as options
+from meshmuon.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, fail, one_line_errors
+from meshmuon.cli.comparison import Comparison, RunLog, compare, label_of, load_comparison, outcomes_of
 from meshmuon.cli.corpus import Corpus, load_corpus
-from meshmuon.cli.training import (
-    Finished,
-    Record,
-    Started,
-    Stepped,
-    Stopped,
-    TrainConfig,
-    Validated,
-    pick_device,
-    preset,
-    train,
-)
+from meshmuon.cli.figures import draw_curves
+from meshmuon.cli.interrupts import Interrupts
+from meshmuon.cli.outcomes import Outcome
+from meshmuon.cli.progress import Display
+from meshmuon.cli.records import INTERRUPTED, Finished, Record, Stopped
+from meshmuon.cli.settings import LABELS, TrainConfig, pick_device, preset
+from meshmuon.cli.train_options import HELP, Device, Layout, Named, Size
+from meshmuon.cli.verdict import summary
+from meshmuon.errors import message, one_of
 
-PLAIN_LINE_EVERY = 25
-EXIT_DIVERGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+if TYPE_CHECKING:  # it imports torch
+    from meshmuon.cli.parallel import Parallel
 
-
-class Size(str, Enum):
-    """Words for `--size`. An Enum, which every supported typer turns into a checked choice."""
-
-    tiny = "tiny"
-    small = "small"
-
-
-class Device(str, Enum):
-    """Words for `--device`."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-# Not the docstring below: its Args section is for readers of the code.
-HELP = """Train a small GPT on bytes with Muon, in about a minute.
-
-Learns the source of Python's standard library, which is already on the machine, or any --corpus.
-Writes log.jsonl and curve.png, and ends with a verdict and a sample.
-
-Exit codes: 0 finished, 1 the loss stopped being finite, 2 bad input, 130 interrupted.
-"""
-
-_Steps = typer.Option(min=1, help="Optimizer steps.", show_default="tiny 400, small 1000")
-_Lr = typer.Option(help="Peak learning rate.", show_default="tiny 1e-2, small 2e-3")
-_Seed = typer.Option(min=0, help="Decides initial weights, batches and the sample.")
-_Corpus = typer.Option(help="File or folder to learn, as bytes.", show_default="Python's standard library")
-_Out = typer.Option(help="Folder for log.jsonl and curve.png.", show_default="runs/<date-time>")
-_Size = typer.Option(help="tiny: 0.9 M parameters, a minute on two CPU cores; small: 10.8 M, for a GPU.")
-_Device = typer.Option(help="auto takes CUDA if there is any.")
-_Json = typer.Option("--json", help="Only the final record on stdout, as JSON; progress on stderr.")
+__all__ = ["HELP", "train_command"]
 
 
 def train_command(
+    context: typer.Context,
     *,
-    steps: Annotated[int | None, _Steps] = None,
-    lr: Annotated[float | None, _Lr] = None,
-    seed: Annotated[int, _Seed] = 0,
-    corpus: Annotated[Path | None, _Corpus] = None,
-    out: Annotated[Path | None, _Out] = None,
-    size: Annotated[Size, _Size] = Size.tiny,
-    device: Annotated[Device, _Device] = Device.auto,
-    json_output: Annotated[bool, _Json] = False,
+    optimizers: options.Optimizers = "muon,adamw",
+    size: options.SizeOption = None,
+    steps: options.Steps = None,
+    lr: options.MuonLr = None,
+    adamw_lr: options.AdamWLr = None,
+    seed: options.Seed = 0,
+    seeds: options.Seeds = 1,
+    corpus: options.CorpusOption = None,
+    device: options.DeviceOption = Device.auto,
+    parallel: options.ParallelOption = Layout.none,
+    out: options.Out = None,
+    resume: options.Resume = None,
+    json_output: options.Json = False,
+    verbose: options.Verbose = False,
+    sweep: options.Sweep = False,
+    experiment: options.ExperimentOption = None,
+    rates: options.Rates = None,
+    jobs: options.Jobs = 1,
 ) -> None:
-    """Train a small GPT on bytes with Muon, in about a minute.
+    """Train a small GPT with Muon and AdamW, and compare.
 
     Args:
-        steps: Optimizer steps, by default those of the size.
-        lr: Peak learning rate, by default that of the size.
-        seed: Decides initial weights, batches and the sample.
-        corpus: File or folder to learn, by default Python's standard library.
-        out: Folder for the log and the curve, by default one named after the time.
+        context: Typer's.
+        optimizers: Which to compare, by commas.
         size: Which preset to train.
+        steps: Optimizer steps, by default those of the size.
+        lr: Peak learning rate of Muon, by default that of the size.
+        adamw_lr: Peak learning rate of AdamW, by default that of the size.
+        seed: Decides weights, batches and sample.
+        seeds: Runs of each optimizer.
+        corpus: File or folder to learn, by default Python's standard library.
         device: Where to train.
-        json_output: Keep stdout for the final record.
+        parallel: How torchrun's processes share the model.
+        out: Folder to write to, by default one named after the time.
+        resume: Folder of an earlier run to go on with.
+        json_output: Keep stdout for the summary.
+        verbose: Show tracebacks.
+        sweep: Short for `experiment="sweep"`.
+        experiment: Run a named experiment instead.
+        rates: A sweep's results, for an experiment.
+        jobs: Runs at a time, in an experiment.
     """
-    console = Console(stderr=json_output, highlight=False, markup=False, soft_wrap=True)
+    with one_line_errors("train", verbose=verbose):
+        options.check_together(context)
+        folder = resume or out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        named = Named.sweep if sweep else experiment
+        if named:
+            _run_experiment(named, folder, size=size, device=device, corpus=corpus, steps=steps, rates=rates, jobs=jobs)
+            return
+        where = pick_device(device.value)
+        if resume:
+            comparison = load_comparison(resume).on(where)
+        else:
+            chosen = size or (Size.tiny if where == "cpu" else Size.base)
+            configs = _configs(optimizers, chosen, where, steps=steps, lr=lr, adamw_lr=adamw_lr, seed=seed, seeds=seeds)
+            comparison = Comparison(folder=folder, configs=configs, corpus=corpus)
+        _run(comparison, layout=parallel, is_new=resume is None, json_output=json_output)
+
+
+def _configs(
+    optimizers: str,
+    size: Size,
+    device: str,
+    *,
+    steps: int | None,
+    lr: float | None,
+    adamw_lr: float | None,
+    seed: int,
+    seeds: int,
+) -> tuple[TrainConfig, ...]:
+    names = [name.strip() for name in optimizers.split(",")]
+    unknown = [name for name in names if name not in LABELS]
+    if unknown or len(set(names)) < len(names):
+        known = one_of(LABELS)
+        do = f"Give each of {known} at most once, with commas between."
+        raise ValueError(message("optimizers", found=f"found {optimizers!r}", do=do))
+    configs = []
+    for each in range(seed, seed + seeds):
+        for name in names:
+            config = preset(size.value, name, device=device)  # type: ignore[arg-type]
+            rate = adamw_lr if name == "adamw" else lr
+            optimizer = dataclasses.replace(config.optimizer, lr=config.optimizer.lr if rate is None else rate)
+            steps_here = config.steps if steps is None else steps
+            configs.append(dataclasses.replace(config, optimizer=optimizer, seed=each, steps=steps_here))
+    return tuple(configs)
+
+
+def _run(comparison: Comparison, *, layout: Layout, is_new: bool, json_output: bool) -> None:
+    """Train, watch, conclude."""
+    window = comparison.configs[0].model.context + 1
+    corpus = load_corpus(comparison.corpus, window=window)
+    from meshmuon.cli.parallel import start_parallel
+
+    parallel = start_parallel(layout.value, comparison.configs[0].device)
     try:
-        config, data = _prepare(steps=steps, lr=lr, seed=seed, corpus=corpus, size=size, device=device)
-        log = RunLog(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    except ValueError as error:
-        _fail(str(error), EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        _fail("interrupted before the first step; nothing was written", EXIT_INTERRUPTED)
+        comparison = dataclasses.replace(comparison, folder=Path(parallel.told_by_first(str(comparison.folder))))
+        for config in comparison.configs:
+            parallel.check(config)
+        if is_new and parallel.first:
+            comparison.save()
+        console = Console(stderr=json_output, highlight=False, markup=False, quiet=not parallel.first)
+        log = RunLog(comparison.folder / "log.jsonl")
+        last = _watch(comparison, corpus, log, console, parallel)
+        if isinstance(last, Stopped) and last.reason == INTERRUPTED:
+            again = _resume_command(comparison, parallel)
+            fail("train", f"interrupted at step {last.step} and saved. To go on: {again}", EXIT_INTERRUPTED)
+        if parallel.first:
+            _conclude(comparison, log, console, json_output=json_output)
+    finally:
+        parallel.leave()
+
+
+def _watch(
+    comparison: Comparison, corpus: Corpus, log: RunLog, console: Console, parallel: "Parallel"
+) -> Record | None:
+    """Show records as they come; the last one comes back, or None if there was nothing left to run."""
+    last: Record | None = None
+    display = Display(console, [c for c in comparison.configs if not log.is_over(label_of(c))] or comparison.configs)
     try:
-        last = _present(train(config, data), log, console, steps=config.steps)
-        curve = _curve_of(log, console)
-    except KeyboardInterrupt:
-        log.write(Stopped(step=log.last_step, reason="interrupted"))
-        _fail(f"interrupted after step {log.last_step}; the log is {log.path}", EXIT_INTERRUPTED)
+        with Interrupts() as interrupts, display.bars:
+            for config, last in compare(comparison, corpus, log, parallel=parallel, interrupted=interrupts.asked):
+                display.show(config, last)
     finally:
         log.close()
+    return last
+
+
+def _conclude(comparison: Comparison, log: RunLog, console: Console, *, json_output: bool) -> None:
+    """The verdict, the figure, the sample; exit code 1 if a run diverged."""
+    outcomes = outcomes_of(comparison, log)
+    facts = summary(outcomes)
+    (comparison.folder / "summary.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    curve = _curve(outcomes, comparison.folder / "curve.png", console)
+    ends = [record for record in log.of(label_of(comparison.configs[0])) if isinstance(record, Finished)]
+    for end in ends:
+        console.print(f"\nA sample of {label_of(comparison.configs[0])}:\n{_printable(end.sample)}\n")
+    for sentence in facts["verdict"]:
+        console.print(sentence)
+    written = ["log.jsonl", "summary.json", *(["curve.png"] if curve else [])]
+    console.print(f"\n{comparison.folder}: {', '.join(written)}", soft_wrap=True)
     if json_output:
-        print(json.dumps({**as_dict(last), "log": str(log.path), "curve": curve and str(curve)}))
-    if isinstance(last, Stopped):
-        _fail(f"stopped at step {last.step}: {last.reason}; the log is {log.path}", EXIT_DIVERGED)
-    _conclude(last, log, curve, console)
+        print(json.dumps({**facts, "folder": str(comparison.folder)}))
+    stopped = [outcome for outcome in outcomes if outcome.stopped]
+    if stopped:
+        fail("train", f"{label_of(stopped[0].config)} stopped: {stopped[0].stopped}", EXIT_FAILED)
 
 
-def _prepare(
-    *, steps: int | None, lr: float | None, seed: int, corpus: Path | None, size: Size, device: Device
-) -> tuple[TrainConfig, Corpus]:
-    """Everything that can be wrong with the options, found before anything is written."""
-    config = preset(size.value)
-    config = dataclasses.replace(
-        config,
-        steps=config.steps if steps is None else steps,
-        lr=config.lr if lr is None else lr,
-        seed=seed,
-        device=pick_device(device.value),
-    )
-    return config, load_corpus(corpus, window=config.model.context + 1)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"meshmuon train: {message}", file=sys.stderr)
-    raise typer.Exit(code)
-
-
-class RunLog:
-    """`log.jsonl`: one JSON object per record, on disk as soon as it is known."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "log.jsonl"
-        self.records: list[Record] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("x", encoding="utf-8")  # "x": never over the log of another run
-        except OSError as error:
-            message = f"out: cannot create {self.path} ({error.strerror}). Give another --out."
-            raise ValueError(message) from error
-
-    @property
-    def last_step(self) -> int:
-        """Number of the last completed step."""
-        return max((record.step for record in self.records if isinstance(record, Stepped)), default=0)
-
-    def write(self, record: Record) -> None:
-        """Append a record.
-
-        Args:
-            record: Anything `train` yields.
-        """
-        self.records.append(record)
-        # NaN is not JSON: readers in other languages would refuse the line.
-        self._file.write(json.dumps(as_dict(record), allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def as_dict(record: Record) -> dict[str, object]:
-    """A record as plain JSON types.
-
-    Args:
-        record: Anything `train` yields.
-
-    Returns:
-        Its fields, with `kind` in front.
-    """
-    return {"kind": record.kind, **dataclasses.asdict(record)}
-
-
-def _present(records: Iterator[Record], log: RunLog, console: Console, *, steps: int) -> Finished | Stopped:
-    """Show and log records as they come; a live bar on a terminal, plain lines elsewhere."""
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.description}  eta"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("starting", total=steps)
-        for record in records:
-            log.write(record)
-            if isinstance(record, Started):
-                _print_header(record, console)
-            elif isinstance(record, Stepped):
-                status = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s"
-                progress.update(bar, completed=record.step, description=status)
-                if not console.is_terminal and record.step % PLAIN_LINE_EVERY == 0:
-                    eta = record.elapsed / record.step * (steps - record.step)
-                    console.print(f"step {record.step:>5}/{steps}  {status}  eta {eta:.0f} s")
-            elif isinstance(record, Validated):
-                console.print(f"step {record.step:>5}/{steps}  validation loss {record.loss:.3f} nats/byte")
-            else:
-                return record
-    raise AssertionError("train() ends with Finished or Stopped")
-
-
-def _print_header(record: Started, console: Console) -> None:
-    corpus = record.corpus
-    console.print(f"torch       {record.torch_version} on {record.config.device}")
-    console.print(
-        f"corpus      {corpus.train_bytes:,} bytes to learn, {corpus.validation_bytes:,} held out, "
-        f"sha256 {corpus.sha256[:12]}, {corpus.source}"
-    )
-    console.print(f"parameters  {record.parameters:,}\n\n{record.routing}\n")
-
-
-def _curve_of(log: RunLog, console: Console) -> Path | None:
-    """Draw the curve beside the log, or say why not."""
+def _curve(outcomes: list[Outcome], path: Path, console: Console) -> bool:
+    """Draw the curve, or say why not."""
     if find_spec("matplotlib") is None:
         console.print("no curve.png: matplotlib is missing (pip install 'meshmuon[train]')")
-        return None
-    path = log.path.with_name("curve.png")
-    draw_curve(log.records, path)
-    return path
+        return False
+    if all(outcome.stopped for outcome in outcomes):
+        return False
+    config = outcomes[0].config
+    title = f"Byte-level GPT, {config.steps} steps of {config.batch} x {config.model.context} bytes"
+    draw_curves(outcomes, path, title=title, seconds=True)
+    return True
 
 
-def draw_curve(records: list[Record], path: Path) -> None:
-    """Draw training and validation loss.
+def _run_experiment(
+    experiment: Named,
+    folder: Path,
+    *,
+    size: Size | None,
+    device: Device,
+    corpus: Path | None,
+    steps: int | None,
+    rates: Path | None,
+    jobs: int,
+) -> None:
+    from meshmuon.cli.sweep import run
 
-    Args:
-        records: What `train` yielded.
-        path: Where to write the PNG.
-    """
-    from matplotlib.figure import Figure
-
-    steps = [record for record in records if isinstance(record, Stepped)]
-    checks = [record for record in records if isinstance(record, Validated)]
-    figure = Figure(figsize=(8, 5), layout="constrained")  # no pyplot: its global state may open windows
-    axes = figure.subplots()
-    axes.plot([r.step for r in steps], [r.loss for r in steps], color="0.7", lw=1, label="training batch")
-    axes.plot([r.step for r in checks], [r.loss for r in checks], "o:", color="C0", label="validation")
-    for check in checks[:1] + checks[-1:]:
-        axes.annotate(f"{check.loss:.2f}", (check.step, check.loss), (9, -4), textcoords="offset points")
-    axes.margins(x=0.1)  # room for the last number
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Muon on a small byte-level GPT")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def _conclude(last: Finished, log: RunLog, curve: Path | None, console: Console) -> None:
-    """The verdict, honest either way."""
-    change = "fell" if last.last_loss < last.first_loss else "did NOT fall: it went"
-    console.print(
-        f"\nvalidation loss {change} from {last.first_loss:.3f} to {last.last_loss:.3f} nats/byte "
-        f"in {last.steps} steps, {last.elapsed:.1f} s"
+    run(
+        experiment.value,
+        size=size.value if size else None,
+        device=device.value,
+        corpus=corpus,
+        out=folder / f"{experiment.value}.json",
+        rates=rates,
+        steps=steps,
+        jobs=jobs,
     )
-    console.print(f"log    {log.path}")
-    if curve:
-        console.print(f"curve  {curve}")
-    console.print(f"\nsample:\n{_printable(last.sample)}")
+
+
+def _resume_command(comparison: Comparison, parallel: "Parallel") -> str:
+    if parallel.mode == "none":
+        return f"meshmuon train --resume {comparison.folder}"
+    torchrun = f"torchrun --nproc-per-node {parallel.size} -m"
+    return f"{torchrun} meshmuon train --resume {comparison.folder} --parallel {parallel.mode}"
 
 
 def _printable(text: str) -> str:

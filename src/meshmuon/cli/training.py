@@ -1,233 +1,297 @@
-"""The run behind `meshmuon train`: `train()` yields records, and the caller decides what to show.
-
-torch is imported inside functions, so that a command can import the records without waiting for it.
-"""
+"""The run behind `meshmuon train`: `train()` yields records, and the caller decides what to show."""
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-from meshmuon.cli.corpus import Corpus, CorpusFacts, random_windows, spread_windows
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from meshmuon.cli.gpt import GPTConfig
+from meshmuon.cli.checkpoints import Checkpoints, Progress
+from meshmuon.cli.corpus import Corpus, batch_drawer, spread_windows
+from meshmuon.cli.gpt import GPT, fingerprint, generate, mean_loss, next_byte_loss
+from meshmuon.cli.optimizers import Optimizers, build_optimizers
+from meshmuon.cli.parallel import ALONE, Parallel
+from meshmuon.cli.records import INTERRUPTED, Finished, Record, Started, Stepped, Stopped, Validated
+from meshmuon.cli.settings import TrainConfig
 
 SAMPLE_PROMPT = b"def "
+# On a GPU losses are read once for several steps: each reading waits until the device has caught up.
+GPU_WINDOW = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Everything a run depends on, besides the corpus.
-
-    Attributes:
-        model: Shape of the GPT.
-        steps: Optimizer steps.
-        batch: Windows in one step.
-        lr: Peak learning rate, reached after the warmup.
-        weight_decay: Decoupled weight decay.
-        warmup_share: Share of the steps with a linearly growing rate.
-        final_lr_share: The cosine ends at this share of `lr`.
-        seed: Decides initial weights, batches and the sample.
-        device: Where to train, as torch names it.
-        validate_every: Steps between two measurements on held-out bytes.
-        validation_windows: Held-out windows in one measurement, at most.
-    """
-
-    model: "GPTConfig"
-    steps: int
-    batch: int
-    lr: float
-    weight_decay: float = 0.1
-    warmup_share: float = 0.1
-    final_lr_share: float = 0.1
-    seed: int = 0
-    device: str = "cpu"
-    validate_every: int = 50
-    validation_windows: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "validate_every", "validation_windows"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}: found {value}. Give a positive number.")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr: found {self.lr}. Give a positive number.")
-
-    def lr_factor(self, step: int) -> float:
-        """Learning rate at a step as a share of `lr`: linear warmup, then a cosine.
-
-        Args:
-            step: Steps already done.
-
-        Returns:
-            A factor in (0, 1].
-        """
-        warmup = max(1, round(self.warmup_share * self.steps))
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, self.steps - warmup))
-        return self.final_lr_share + (1 - self.final_lr_share) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """What the run is, known before its first step. `routing` is the optimizer's own table."""
-
-    kind: ClassVar[str] = "started"
-    torch_version: str
-    parameters: int
-    routing: str
-    corpus: CorpusFacts
-    config: TrainConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
-    """One optimizer step; `loss` is the batch's, measured before the update."""
-
-    kind: ClassVar[str] = "step"
-    step: int
-    loss: float
-    lr: float
-    tokens_per_second: float
-    elapsed: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validated:
-    """Loss on held-out bytes after `step` steps."""
-
-    kind: ClassVar[str] = "validation"
-    step: int
-    loss: float
-    elapsed: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The verdict: validation loss in nats per byte, before the first step and after the last."""
-
-    kind: ClassVar[str] = "finished"
-    steps: int
-    first_loss: float
-    last_loss: float
-    elapsed: float
-    sample: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
-    """The run ended early; `reason` says why."""
-
-    kind: ClassVar[str] = "stopped"
-    step: int
-    reason: str
-
-
-Record = Started | Stepped | Validated | Finished | Stopped
-
-
-def preset(size: Literal["tiny", "small"]) -> TrainConfig:
-    """The defaults of a size.
-
-    Args:
-        size: `tiny` takes about a minute on two CPU cores; `small` is meant for a GPU.
-
-    Returns:
-        A config to adapt with `dataclasses.replace`.
-    """
-    from meshmuon.cli.gpt import GPTConfig
-
-    if size == "tiny":
-        model = GPTConfig(width=128, layers=4, heads=4, context=128)
-        return TrainConfig(model=model, steps=400, batch=16, lr=1e-2)
-    if size == "small":
-        model = GPTConfig(width=384, layers=6, heads=6, context=256)
-        return TrainConfig(model=model, steps=1000, batch=32, lr=2e-3)
-    raise ValueError(f"size: found {size!r}. Give 'tiny' or 'small'.")
-
-
-def pick_device(word: Literal["auto", "cpu", "cuda"]) -> str:
-    """Turn a word into a device that exists here.
-
-    Args:
-        word: `auto` takes CUDA if there is any.
-
-    Returns:
-        A name for `Tensor.to`.
-
-    Raises:
-        ValueError: `cuda` on a machine without it.
-    """
-    import torch
-
-    available = torch.cuda.is_available()
-    if word == "auto":
-        return "cuda" if available else "cpu"
-    if word == "cuda" and not available:
-        raise ValueError("device: found cuda, but torch sees no CUDA device. Give cpu or auto.")
-    return word
-
-
-def train(config: TrainConfig, corpus: Corpus) -> Iterator[Record]:
-    """Train a GPT with Muon.
+def train(
+    config: TrainConfig,
+    corpus: Corpus,
+    *,
+    parallel: Parallel = ALONE,
+    checkpoints: Checkpoints | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Record]:
+    """Train a GPT.
 
     Args:
         config: What to train and how.
         corpus: Bytes to learn from and bytes held out.
+        parallel: The processes that train together; all of them must iterate.
+        checkpoints: Where to begin, if it has one, and where to save. A record is yielded before the checkpoint that
+            comes after it, so a log kept by the caller is never behind.
+        interrupted: Asked between steps; once it says so on any process, all save and stop.
 
     Yields:
         `Started`, then one `Stepped` per step and `Validated` before the first step, every `validate_every`
-        steps and after the last. At the end `Finished`, or `Stopped` as soon as a loss is not finite.
+        steps and after the last. At the end `Finished`; or `Stopped`, when interrupted or as soon as a loss is not
+        finite.
     """
-    for record in _run(config, corpus):
+    for record in _records(Run.build(config, corpus, parallel), corpus, checkpoints, interrupted):
         if isinstance(record, Stepped | Validated) and not math.isfinite(record.loss):
-            yield Stopped(step=record.step, reason=f"the loss is {record.loss}: try --lr below {config.lr:g}")
+            do = f"try a learning rate below {config.optimizer.lr:g}"
+            yield Stopped(step=record.step, reason=f"the loss is {record.loss}: {do}")
             return
         yield record
 
 
-def _run(config: TrainConfig, corpus: Corpus) -> Iterator[Record]:
-    import torch
-    from torch.optim.lr_scheduler import LambdaLR
+def _records(
+    run: "Run", corpus: Corpus, checkpoints: Checkpoints | None, interrupted: Callable[[], bool]
+) -> Iterator[Record]:
+    config, at = run.config, checkpoints.latest() if checkpoints else None
+    yield run.describe(corpus, resumed_at=at.step if at else 0)
+    if checkpoints and at:
+        checkpoints.load(run.wrapped, run.optimizers)
+    else:
+        at = Progress(step=0, elapsed=0.0, first_loss=run.validate())
+        yield Validated(step=0, loss=at.first_loss, elapsed=0.0)
+    run.warm_up()
+    last = math.nan
+    while at.step < config.steps:
+        steps = run.advance(at.step, at.elapsed)
+        yield from steps
+        at = replace(at, step=steps[-1].step, elapsed=steps[-1].elapsed)
+        stop = run.agreed(interrupted())
+        ended = at.step == config.steps
+        if ended or at.step % config.validate_every == 0:
+            last = run.validate()
+            yield Validated(step=at.step, loss=last, elapsed=at.elapsed)
+        if checkpoints and (ended or stop or at.step % config.checkpoint_every == 0):
+            checkpoints.save(run.wrapped, run.optimizers, at)
+        if stop and not ended:
+            yield Stopped(step=at.step, reason=INTERRUPTED)
+            return
+    if math.isnan(last):  # resumed after its last step
+        last = run.validate()
+    yield Finished(steps=at.step, first_loss=at.first_loss, last_loss=last, elapsed=at.elapsed, sample=run.sample())
 
-    from meshmuon import Muon
-    from meshmuon.cli.gpt import GPT, generate, mean_loss, next_byte_loss
 
-    # Built on the CPU, so that every device gets the same weights; in a fork, because the global random state
-    # belongs to the caller.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = GPT(config.model).to(config.device)
-    optimizer = Muon(model, lr=config.lr, weight_decay=config.weight_decay)
-    table = str(optimizer)  # before the schedule, which replaces lr by its warmup value
-    schedule = LambdaLR(optimizer, config.lr_factor)
-    window = config.model.context + 1
-    batches = random_windows(corpus.train, window=window, batch=config.batch, seed=config.seed)
-    held_out = spread_windows(corpus.validation, window=window, count=config.validation_windows)
-    held_out = held_out.to(config.device)
-    size = sum(p.numel() for p in model.parameters())
-    yield Started(torch_version=torch.__version__, parameters=size, routing=table, corpus=corpus.facts, config=config)
-    begin = time.perf_counter()
-    first = last = mean_loss(model, held_out, batch=config.batch)
-    yield Validated(step=0, loss=first, elapsed=time.perf_counter() - begin)
-    for step in range(1, config.steps + 1):
-        step_begin, lr = time.perf_counter(), float(schedule.get_last_lr()[0])
-        batch_loss = next_byte_loss(model, next(batches).to(config.device))
-        batch_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        loss = batch_loss.item()
-        now = time.perf_counter()
-        rate = config.batch * config.model.context / (now - step_begin)
-        yield Stepped(step=step, loss=loss, lr=lr, tokens_per_second=rate, elapsed=now - begin)
-        if step % config.validate_every == 0 or step == config.steps:
-            last = mean_loss(model, held_out, batch=config.batch)
-            yield Validated(step=step, loss=last, elapsed=time.perf_counter() - begin)
-    elapsed = time.perf_counter() - begin
-    sample = generate(model, SAMPLE_PROMPT, length=240, temperature=0.7, seed=config.seed)
-    text = sample.decode("utf-8", "replace")
-    yield Finished(steps=step, first_loss=first, last_loss=last, elapsed=elapsed, sample=text)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A model in training.
+
+    Attributes:
+        config: What to train and how.
+        parallel: The processes that train together.
+        model: The model.
+        wrapped: What is called in training: the model, or DDP around it.
+        optimizers: What changes it.
+        batches: The batch of a step, by its number: the same for every optimizer.
+        held_out: Windows for validation.
+        weights_sha256: Of the initial weights.
+    """
+
+    config: TrainConfig
+    parallel: Parallel
+    model: GPT
+    wrapped: nn.Module
+    optimizers: Optimizers
+    batches: Callable[[int], Tensor]
+    held_out: Tensor
+    weights_sha256: str
+
+    @classmethod
+    def build(cls, config: TrainConfig, corpus: Corpus, parallel: Parallel = ALONE) -> "Run":
+        """Make everything a run needs.
+
+        Args:
+            config: What to train and how.
+            corpus: What to learn.
+            parallel: The processes that train together.
+
+        Returns:
+            A run before its first step.
+        """
+        # Built on the CPU, so that every device gets the same weights; in a fork, because the global random state
+        # belongs to the caller.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = GPT(config.model)
+        weights = fingerprint(model)
+        model = model.to(config.device)
+        if config.compile:
+            torch.compiler.reset()  # what an earlier run compiled would count against the limit of variants
+            for block in model.blocks:  # block by block: they are alike, so one is compiled and all use it
+                block.compile()
+        wrapped = parallel.spread(model)
+        window = config.model.context + 1
+        held_out = spread_windows(corpus.validation, window=window, count=config.validation_windows)
+        return cls(
+            config=config,
+            parallel=parallel,
+            model=model,
+            wrapped=wrapped,
+            optimizers=build_optimizers(config.optimizer, wrapped),
+            batches=batch_drawer(corpus.train, window=window, batch=config.batch, seed=config.seed),
+            held_out=held_out.to(config.device),
+            weights_sha256=weights,
+        )
+
+    def describe(self, corpus: Corpus, *, resumed_at: int = 0) -> Started:
+        """Say what the run is.
+
+        Args:
+            corpus: What it learns.
+            resumed_at: Steps already done.
+
+        Returns:
+            The first record.
+        """
+        return Started(
+            torch_version=torch.__version__,
+            layout=str(self.parallel),
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            weights_sha256=self.weights_sha256,
+            routing=str(self.optimizers),
+            corpus=corpus.facts,
+            config=self.config,
+            resumed_at=resumed_at,
+        )
+
+    def advance(self, step: int, elapsed: float) -> list[Stepped]:
+        """Take the next steps: one on a CPU, up to `GPU_WINDOW` on a GPU, never past a validation or checkpoint.
+
+        Args:
+            step: Steps already done.
+            elapsed: Seconds they took.
+
+        Returns:
+            A record of each.
+        """
+        config, timer = self.config, Timer(self.config.device)
+        window = 1 if config.device == "cpu" else GPU_WINDOW
+        stops = [(step // every + 1) * every for every in (config.validate_every, config.checkpoint_every)]
+        end = min(step + window, config.steps, *stops)
+        losses, rates = [], []
+        with timer.measure("steps"):
+            for index in range(step, end):
+                batch = self.parallel.share(self.batches(index)).to(config.device)
+                with self._autocast():
+                    loss = next_byte_loss(self.wrapped, batch)
+                loss.backward()
+                rates.append(config.lr_at(index))
+                with timer.measure("optimizer"):
+                    self.optimizers.step(lr=rates[-1])
+                losses.append(loss.detach())
+        means = self.parallel.mean(torch.stack(losses)).tolist()
+        seconds = timer.seconds("steps")
+        each = seconds / len(losses)
+        return [
+            Stepped(
+                step=index,
+                loss=loss,
+                lr=lr,
+                tokens_per_second=config.batch * config.model.context / each,
+                optimizer_share=timer.seconds("optimizer") / seconds,
+                elapsed=elapsed + each * (index - step),
+            )
+            for index, loss, lr in zip(range(step + 1, end + 1), means, rates, strict=True)
+        ]
+
+    def warm_up(self) -> None:
+        """Compile the model before the clock starts: forward and backward, without a step."""
+        if self.config.compile:
+            with self._autocast():
+                loss = next_byte_loss(self.wrapped, self.parallel.share(self.batches(0)).to(self.config.device))
+            loss.backward()
+            self.model.zero_grad()
+
+    def agreed(self, flag: bool) -> bool:
+        """Whether any process says so: all must stop at the same step.
+
+        Args:
+            flag: Ours.
+
+        Returns:
+            The same on every process.
+        """
+        return bool(self.parallel.mean(torch.tensor([float(flag)], device=self.config.device)) > 0)
+
+    def validate(self) -> float:
+        """Measure the loss on held-out bytes: all of them on every process, so that the number is defined alike.
+
+        Returns:
+            Nats per byte.
+        """
+        with self._autocast():
+            return mean_loss(self.model, self.held_out, batch=self.config.batch)
+
+    def sample(self) -> str:
+        """Let the model write.
+
+        Returns:
+            Text that begins with `SAMPLE_PROMPT`.
+        """
+        # A text grows, and compiled code is for one length.
+        with torch.compiler.set_stance("force_eager"), self._autocast():
+            length, seed = self.config.sample_bytes, self.config.seed
+            text = generate(self.model, SAMPLE_PROMPT, length=length, temperature=0.7, seed=seed)
+        return text.decode("utf-8", "replace")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        enabled = self.config.precision == "bfloat16"
+        return torch.autocast(self.config.device.split(":")[0], dtype=torch.bfloat16, enabled=enabled)
+
+
+class Timer:
+    """Times named parts of work; on a GPU by events, so that nothing waits in between.
+
+    Args:
+        device: Where the work runs.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device != "cpu"
+        self._laps: dict[str, list[tuple[Any, Any]]] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Time what is done inside.
+
+        Args:
+            name: What it is called.
+        """
+        begin = self._mark()
+        yield
+        self._laps.setdefault(name, []).append((begin, self._mark()))
+
+    def seconds(self, name: str) -> float:
+        """Read the clock; on a GPU, waits for it.
+
+        Args:
+            name: As given to `measure`.
+
+        Returns:
+            The sum over all its measurements.
+        """
+        laps = self._laps[name]
+        if not self._on_gpu:
+            return float(sum(end - begin for begin, end in laps))
+        laps[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in laps)) / 1000
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
