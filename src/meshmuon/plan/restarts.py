@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from meshmuon.errors import message, warn_user
 from meshmuon.plan.bucket import Plan
 from meshmuon.polar.gram import choose_restarts, split_at
@@ -16,9 +18,10 @@ def warn_of_sparse_restarts(plan: Plan) -> None:
     for bucket in plan.buckets:
         recipe = bucket.recipe
         segments = split_at(recipe.schedule, recipe.restarts)
-        if recipe.form == "gram" and any(choose_restarts(segment, recipe.dtype) for segment in segments):
+        needed_in = partial(choose_restarts, dtype=recipe.dtype, mirrored=recipe.kernels.products == "triton")
+        if recipe.form == "gram" and any(needed_in(segment) for segment in segments):
             dtype = str(recipe.dtype).removeprefix("torch.")
-            needed = choose_restarts(recipe.schedule, recipe.dtype)
+            needed = needed_in(recipe.schedule)
             found = f"{recipe.restarts} for {len(recipe.schedule)} steps in {dtype}, which needs {needed}"
             do = 'Rounding may grow until the update is inf: use these or more, or restarts="auto"'
             warn_user(message("restarts", found=found, do=do))
