@@ -186,7 +186,7 @@ class Size:
 
 # Both Muons and the reference are scaled alike ("match_rms_adamw"), so Muon's rate is theirs.
 _TINY_LR: dict[OptimizerName, float] = {"muon": 8e-3, "adamw": 4e-3}
-# Not swept yet: tiny's, lowered as models grow. A sweep in docs/results decides once there is one (a test holds them to it).
+# Not swept yet: tiny's, lowered as models grow. Once docs/results has a sweep of a size, a test holds its rates to it.
 _SMALL_LR: dict[OptimizerName, float] = {"muon": 4e-3, "adamw": 2e-3}
 _BASE_LR: dict[OptimizerName, float] = {"muon": 2e-3, "adamw": 1e-3}
 

@@ -50,9 +50,9 @@ class Named(str, Enum):
 
 HELP = """Train a small GPT on bytes twice, with Muon and with AdamW, and say which was better.
 
-Both begin with the same weights and see the same batches under the same schedule; each has a learning \
-rate of its own, by the sweeps in docs/results.md. The text is the source of Python's standard library, which is already on the machine, or any \
---corpus. On two CPU cores it takes about four minutes.
+Both begin with the same weights and see the same batches under the same schedule; each has a learning rate of its \
+own, by the sweeps in docs/results.md. The text is the source of Python's standard library, which is already on the \
+machine, or any --corpus. On two CPU cores it takes about four minutes.
 
 Writes log.jsonl, summary.json, curve.png and checkpoints into --out. Ctrl-C saves; --resume goes on.
 
