@@ -57,7 +57,9 @@ class Step:
             journeys = [pipeline.Journey(self._update(b, access), b.bytes_in_flight) for b in wave]
             pipeline.run(journeys, max_in_flight=run.max_in_flight, workspace_bytes=run.workspace_bytes)
         self._update_elementwise(access)
-        access.finish()
+        if self.offloaded:
+            access.finish()
+            self.ready.updates.forget_tensors()
 
     def _update(self, bucket: Bucket, access: ResidentState) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""

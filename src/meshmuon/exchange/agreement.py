@@ -26,7 +26,7 @@ from meshmuon.errors import (
 from meshmuon.exchange.peers import AgreedRefusalError, Peers, Row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
 class Watched:
     """A parameter's gradient, if it has one.
 

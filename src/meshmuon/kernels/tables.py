@@ -25,7 +25,7 @@ _VECTOR = 8  # elements: what rows have to be a multiple of for 16-byte accesses
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made for every tensor at every step, in a third of the time
 class Slot:
     """A stack of equal matrices, and where it stands in the flat workspaces of its bucket.
 

@@ -81,7 +81,7 @@ class Piece:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
 class Place:
     """Where a matrix stands in the flat buffers of its bucket: of inputs (None if not there), and of directions."""
 

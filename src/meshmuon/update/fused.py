@@ -161,12 +161,15 @@ class BucketUpdates:
         known = self._slots.get(bucket.number, [])
         same = len(known) == len(matrices) and self._scales.get(bucket.number) == _scales(after)
         if same and all(slot.param is item.param and slot.buffer is item.buffer for slot, item in zip(known, matrices)):
-            grads = [None if item.grad is None else _stack(item.grad, item) for item in matrices]
-            return [slot.with_gradient(grad) for slot, grad in zip(known, grads)]
+            return [slot.with_gradient(_gradient(item, slot)) for slot, item in zip(known, matrices)]
         slots = _slots(matrices, after)
-        if slots is not None:
-            self._slots[bucket.number] = slots
+        if slots is not None:  # kept without gradients: they must be gone when the user lets go of them
+            self._slots[bucket.number] = [slot.with_gradient(None) for slot in slots]
         return slots
+
+    def forget_tensors(self) -> None:
+        """Let go of all tensors; tables of addresses are kept. For state that was lent for one step only."""
+        self._slots.clear()
 
     def _current(self, number: int, slots: Sequence[Slot], *, scales: tuple[object, float]) -> list[_Launch]:
         launches = self._launches.get(number, [])
@@ -243,6 +246,12 @@ def _slots(matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | 
             )
         )
     return slots
+
+
+def _gradient(item: MatrixTensors, slot: Slot) -> Tensor | None:
+    """The gradient in the slot's dims; most have them already."""
+    grad = item.grad
+    return grad if grad is None or (grad.shape == slot.param.shape and grad.dtype in _DTYPES) else _stack(grad, item)
 
 
 def _stack(tensor: Tensor, item: MatrixTensors) -> Tensor | None:

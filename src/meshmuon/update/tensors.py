@@ -11,7 +11,7 @@ from torch import Tensor
 from meshmuon.layout.records import Matrix, Place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
 class MatrixTensors:
     """What this rank holds of one matrix, as plain views in the block's dims, and its place in the bucket's buffer.
 

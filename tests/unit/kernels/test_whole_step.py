@@ -1,15 +1,18 @@
 """The whole optimizer through the kernels, in Triton's interpreter, beside the plain torch path."""
 
+import weakref
 from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshmuon import Muon, Orthogonalizer
 from meshmuon.kernels import self_check
 from meshmuon.kernels.dispatch import choose_kernels
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import choose_recipe, orthogonalize_stack
+from meshmuon.runtime.offload import StreamedState
 
 SHAPES = {"wide": (48, 80), "tall": (80, 48), "odd": (33, 50), "square": (48, 48)}
 VIEWS = {"qkv": ((72, 48), {"split_rows": (32, 24, 16)}), "experts": ((3, 32, 48), {"experts": True})}
@@ -131,3 +134,26 @@ def test_the_choice_has_a_reason():
     assert choose_kernels("auto", m=512, dtype=torch.float16, device=cpu).reason == "on a CPU"
     assert choose_kernels("torch", m=512, dtype=torch.float16, device=cpu).reason == "asked for"
     assert choose_kernels("triton", m=512, dtype=torch.float16, device=cpu).products == "triton"
+
+
+def test_gradients_are_gone_when_the_user_lets_go_of_them():
+    """Tables are kept from step to step; a tensor in them would cost as much memory as all gradients."""
+    opt = optimizer("triton", {}, "float16")
+    train(opt, 2)
+    seen = [weakref.ref(p.grad) for g in opt.param_groups for p in g["params"]]
+    opt.zero_grad()
+    assert [ref for ref in seen if ref() is not None] == []
+
+
+def test_lent_state_is_gone_after_a_step(monkeypatch):
+    buffers = []
+
+    def allocate(size, device):
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        buffers.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
+
+    monkeypatch.setattr(StreamedState.__init__, "__defaults__", (allocate,))
+    opt = optimizer("triton", {"offload": True}, "float16")
+    train(opt, 2)
+    assert buffers and all(ref.expired() for ref in buffers)
