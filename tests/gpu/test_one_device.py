@@ -125,16 +125,21 @@ def test_moving_the_model_takes_the_state_along():
     opt.step()
 
 
-def test_layout_invariant_gives_the_same_bits_alone_and_in_company():
+@pytest.mark.parametrize("shape", [(128, 256), (256, 256), (100, 333), (768, 3072), (1024, 1024)], ids=str)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_layout_invariant_gives_the_same_bits_alone_and_in_company(shape, kernels):
     generator = torch.Generator(device="cuda").manual_seed(0)
-    together = [torch.randn(128, 256, device="cuda", generator=generator).requires_grad_() for _ in range(6)]
+    together = [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for _ in range(6)]
     alone = [copy.deepcopy(together[3])]
-    one, many = Muon(alone, layout_invariant=True), Muon(together, layout_invariant=True)
-    for p in together:
-        p.grad = torch.randn(p.shape, device="cuda", generator=generator)
-    alone[0].grad = together[3].grad.clone()
-    one.step()
-    many.step()
+    settings = {"layout_invariant": True, "orthogonalizer": Orthogonalizer(kernels=kernels)}
+    one, many = Muon(alone, **settings), Muon(together, **settings)
+    assert len(many.plan.buckets) == (1 if kernels == "auto" else 6)
+    for _ in range(3):
+        for p in together:
+            p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+        alone[0].grad = together[3].grad.clone()
+        one.step()
+        many.step()
     assert torch.equal(alone[0], together[3])
 
 

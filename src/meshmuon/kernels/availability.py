@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import torch
 from torch import Tensor
 
 from meshmuon.errors import message
@@ -43,3 +44,25 @@ def check_runnable(name: str, *tensors: Tensor) -> None:
         return
     found = "tensors on " + ", ".join(sorted({str(tensor.device) for tensor in tensors}))
     raise ValueError(message(name, found=found, do="Put all of them on one GPU (or set TRITON_INTERPRET=1 for a CPU)"))
+
+
+class launching_on:
+    """Make a device current where it is not: Triton launches on the current one. Costs next to nothing otherwise.
+
+    Args:
+        device: Where a kernel is going to run.
+    """
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, device: torch.device) -> None:
+        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+        self._guard = torch.cuda.device(device) if elsewhere else None
+
+    def __enter__(self) -> None:
+        if self._guard is not None:
+            self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(*error)

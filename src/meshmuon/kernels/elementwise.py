@@ -27,7 +27,7 @@ from torch import Tensor
 
 from meshmuon.config import WeightDecayMode
 from meshmuon.errors import message
-from meshmuon.kernels.availability import check_runnable
+from meshmuon.kernels.availability import check_runnable, launching_on
 from meshmuon.kernels.tables import TILE, TensorTable, count_partials
 
 _CHUNK = 1024  # partial sums that one program adds at a time
@@ -78,7 +78,7 @@ def update_momentum(
     check_runnable("update_momentum", inputs, numbers, table.entries)
     from meshmuon.kernels import elementwise_tiles as tiles
 
-    with _on(inputs.device):
+    with launching_on(inputs.device):
         tiles.momentum_kernel[(table.matrices * table.tiles,)](
             table.entries,
             inputs,
@@ -115,7 +115,7 @@ def measure(x: Tensor) -> Tensor:
     partials = torch.empty(count_partials(batch, (m, n)), dtype=torch.float64, device=x.device)
     across = -(-n // TILE)
     if partials.numel():
-        with _on(x.device):
+        with launching_on(x.device):
             tiles.measure_kernel[(partials.numel(),)](
                 x, partials, x.stride(), m, n, partials.numel() // batch, across, TILE=TILE, num_warps=4
             )
@@ -137,7 +137,7 @@ def find_norms(partials: Tensor, *, batch: int) -> Tensor:
 
     norms = torch.empty(batch, 2, dtype=torch.float32, device=partials.device)
     if batch:
-        with _on(partials.device):
+        with launching_on(partials.device):
             tiles.norm_kernel[(batch,)](partials, norms, partials.numel() // batch, CHUNK=_CHUNK, num_warps=4)
     return norms
 
@@ -170,7 +170,7 @@ def normalise(x: Tensor, norms: Tensor, *, out: Tensor) -> Tensor:
     across = -(-padded_n // tile[1])
     count = -(-padded_m // tile[0]) * across
     if batch and count:
-        with _on(x.device):
+        with launching_on(x.device):
             tiles.normalise_kernel[(batch * count,)](
                 x, out, norms, strides, m, n, padded_m, padded_n, count, across,
                 TILE_M=tile[0], TILE_N=tile[1], num_warps=4, enable_fp_fusion=False,
@@ -202,7 +202,7 @@ def apply_update(
     check_runnable("apply_update", directions, lr, weight_decay, table.entries)
     from meshmuon.kernels import elementwise_tiles as tiles
 
-    with _on(directions.device):
+    with launching_on(directions.device):
         tiles.apply_kernel[(table.matrices * table.tiles,)](
             table.entries,
             directions,
@@ -228,21 +228,3 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-class _on:
-    """Make a device current where it is not: Triton launches on the current one. Costs nothing otherwise."""
-
-    __slots__ = ("_guard",)
-
-    def __init__(self, device: torch.device) -> None:
-        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-        self._guard = torch.cuda.device(device) if elsewhere else None
-
-    def __enter__(self) -> None:
-        if self._guard is not None:
-            self._guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(*error)

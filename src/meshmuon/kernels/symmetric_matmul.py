@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshmuon.errors import message
-from meshmuon.kernels.availability import check_runnable, is_interpreted
+from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -110,7 +109,7 @@ def symmetric_matmul_with(
     if _uses_tma(config, operands):
         _Bound(config, left, right, added, written)(*numbers)
     else:
-        with _on(a.device):
+        with launching_on(a.device):
             _launch_pointers(config, left, right, added, written, numbers)
     return result
 
@@ -122,13 +121,6 @@ def _stacked(x: Tensor | None) -> Any:
 def _whereabouts(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a bound launch depends on. Addresses tell devices apart as well."""
     return None if x is None else (x.data_ptr(), x.dtype, x.shape, x.stride())
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def _tiles(config: TileConfig, m: int) -> int:
@@ -159,7 +151,7 @@ class _Bound:
         self._run: Any = None
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
-        with _on(self._device):
+        with launching_on(self._device):
             if self._run is not None:
                 self._run(*self._head, alpha, beta, gamma, *self._tail)
             else:

@@ -206,14 +206,14 @@ def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Ex
         device=parameter.device,
         dtype=parameter.dtype,
         eps=settings.eps,
+        invariant=execution.layout_invariant,
     )
 
 
 def _at_once(matrix: Matrix, recipe: Recipe, execution: Execution, *, in_flight: int) -> int:
     """How many matrices one rank may orthogonalize together within the workspace; a larger single one stands alone."""
-    device = matrix.parameter.device
-    if execution.layout_invariant and device.type != "cpu":
-        return 1  # GPU libraries choose kernels by batch size: the same bits in every batch means no batch
+    if recipe.invariant and not recipe.fused:
+        return 1  # torch's sums and products on a GPU depend on the batch: the same bits in every batch means no batch
     budget = execution.workspace_bytes // in_flight
     return max(1, budget // workspace_bytes(matrix, recipe))
 

@@ -162,6 +162,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
             f"orthogonalization{where}: {matrices} matrices, {human(flops, unit='FLOP')} a step in {len(plan.buckets)} "
             f"batches ({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
         )
+    lines += _invariance(plan)
     budget = plan.execution.workspace_bytes
     for bucket in plan.buckets:
         if (needs := bucket.bytes) > budget:
@@ -170,6 +171,18 @@ def _summary(plan: Plan, total: int) -> list[str]:
                 f"more than workspace_bytes={budget}"
             )
     return lines
+
+
+def _invariance(plan: Plan) -> list[str]:
+    """Whether the bits of a matrix depend on its batch: on a GPU that is a choice."""
+    there = [bucket for bucket in plan.buckets if bucket.device.type != "cpu"]
+    kept = sum(len(bucket.matrices) for bucket in there if bucket.recipe.invariant)
+    total = sum(len(bucket.matrices) for bucket in there)
+    if not there:
+        return []
+    if kept == total:
+        return ["bits on the GPU: a matrix has the same in every batch"]
+    return [f"bits on the GPU: {kept} of {total} have the same in every batch; all of them with layout_invariant=True"]
 
 
 def _travel(plan: Plan) -> list[str]:

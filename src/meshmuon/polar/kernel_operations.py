@@ -10,7 +10,16 @@ from meshmuon.polar.coefficients import Triple
 
 
 class KernelOperations:
-    """Symmetric results cost half: see `meshmuon.kernels.symmetric_matmul`."""
+    """Symmetric results cost half: see `meshmuon.kernels.symmetric_matmul`.
+
+    Our kernels give a matrix the same bits in every batch. cuBLAS chooses by the size of the batch, and does not.
+
+    Args:
+        invariant: Whether cuBLAS is asked for one matrix at a time.
+    """
+
+    def __init__(self, *, invariant: bool = False) -> None:
+        self._invariant = invariant
 
     def gram(self, x: Tensor) -> Tensor:
         """Return x·xᵀ."""
@@ -27,4 +36,9 @@ class KernelOperations:
 
     def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return factor·x, in `out` if given."""
-        return torch.bmm(factor, x, out=out)
+        if not self._invariant or len(x) == 1:
+            return torch.bmm(factor, x, out=out)
+        result = torch.empty_like(x) if out is None else out
+        for one, of, to in zip(factor.split(1), x.split(1), result.split(1), strict=True):
+            torch.bmm(one, of, out=to)
+        return result

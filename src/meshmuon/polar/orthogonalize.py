@@ -26,11 +26,19 @@ from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Operations, TorchOperations
 
-_OPERATIONS: dict[str, Operations] = {"torch": TorchOperations(), "triton": KernelOperations()}
+# By products, and whether they are batch-invariant: torch's are made so by taking one matrix at a time.
+_OPERATIONS: dict[tuple[str, bool], Operations] = {
+    ("torch", False): TorchOperations(),
+    ("torch", True): TorchOperations(),
+    ("triton", False): KernelOperations(),
+    ("triton", True): KernelOperations(invariant=True),
+}
 _DEFAULT_WORKSPACE = 2**30
 # m·m·n above which a CPU takes matrices one by one: its batched products run on one thread or miss the cache (measured
 # 115 against 266 GFLOP/s at 192, 176 against 320 at 768), while below it the calls themselves cost more.
 _ONE_BY_ONE_FROM = 64**3
+# The short side from which cuBLAS is as fast with one matrix as with many (benchmarks/NOTES.md).
+_INVARIANT_FROM = 4096
 # Numbers a CPU should take through a step at a time: 1 MB in fp32, so that each pass finds them in the cache.
 _CACHED_NUMBERS = 2**18
 LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
@@ -50,6 +58,7 @@ class Recipe:
         restarts: Where the Gram form starts anew.
         eps: Guards 0/0.
         kernels: What products and element-wise work run in, and why.
+        invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
     """
 
     schedule: Schedule
@@ -59,6 +68,7 @@ class Recipe:
     restarts: tuple[int, ...]
     eps: float
     kernels: Dispatch
+    invariant: bool = False
 
     @property
     def fused(self) -> bool:
@@ -80,7 +90,8 @@ class Recipe:
     def in_gram_space(self) -> Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
         restarts = choose_restarts(self.schedule, self.dtype)
-        return replace(self, form="gram", restarts=restarts, kernels=replace(self.kernels, products="torch"))
+        kernels = replace(self.kernels, products="torch")
+        return replace(self, form="gram", restarts=restarts, kernels=kernels, invariant=False)
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
@@ -108,6 +119,7 @@ def choose_recipe(
     device: torch.device,
     dtype: torch.dtype,
     eps: float,
+    invariant: bool | None = None,
 ) -> Recipe:
     """Decide form, dtype and restarts for matrices of one shape, from the logical shape and the device alone.
 
@@ -119,6 +131,8 @@ def choose_recipe(
         device: Where it will be computed.
         dtype: The dtype of the parameter or input.
         eps: Guards 0/0.
+        invariant: Whether the bits of a matrix may not depend on its batch; None: where that costs next to nothing. On
+            a CPU they never do.
 
     Returns:
         The recipe.
@@ -145,6 +159,7 @@ def choose_recipe(
         restarts=restarts if form == "gram" else (),
         eps=eps,
         kernels=kernels,
+        invariant=device.type != "cpu" and (symmetric and m >= _INVARIANT_FROM if invariant is None else invariant),
     )
 
 
@@ -220,9 +235,11 @@ def orthogonalize_stack(x: Tensor, recipe: Recipe, *, partials: Tensor | None = 
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
     if recipe.fused:
-        return _iterate(_normalised_by_kernels(x, recipe, partials, consume=consume), recipe)[:, :m, :n]
-    start = normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
-    if x.device.type != "cpu" or m * m * n < _ONE_BY_ONE_FROM:
+        start = _normalised_by_kernels(x, recipe, partials, consume=consume)
+    else:
+        start = normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
+    slow_in_batches = x.device.type == "cpu" and not recipe.fused and m * m * n >= _ONE_BY_ONE_FROM
+    if not slow_in_batches and not (recipe.invariant and recipe.kernels.products == "torch"):
         return _iterate(start, recipe)[:, :m, :n]
     result = torch.empty_like(start)
     for part, out in zip(start.split(1), result.split(1), strict=True):
@@ -254,7 +271,7 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 
 def _iterate(start: Tensor, recipe: Recipe, out: Tensor | None = None) -> Tensor:
-    operations = _OPERATIONS[recipe.kernels.products]
+    operations = _OPERATIONS[recipe.kernels.products, recipe.invariant]
     if recipe.form == "gram":
         return gram_newton_schulz(
             start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out

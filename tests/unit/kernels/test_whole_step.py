@@ -157,3 +157,27 @@ def test_lent_state_is_gone_after_a_step(monkeypatch):
     opt = optimizer("triton", {"offload": True}, "float16")
     train(opt, 2)
     assert buffers and all(ref.expired() for ref in buffers)
+
+
+def test_products_one_by_one_are_the_same_products(monkeypatch):
+    """`layout_invariant` keeps batches, and gives cuBLAS one matrix at a time."""
+    from meshmuon.polar.kernel_operations import KernelOperations
+
+    asked = []
+    bmm = torch.bmm
+
+    def counted(a, b, out=None):
+        asked.append(len(a))
+        return bmm(a, b, out=out)
+
+    generator = torch.Generator().manual_seed(0)
+    factor, x = (torch.randn(3, 16, n, generator=generator) for n in (16, 32))
+    expected = bmm(factor, x)
+    monkeypatch.setattr(torch, "bmm", counted)
+    for out in (None, torch.empty_like(x)):
+        got = KernelOperations(invariant=True).apply(factor, x, out)
+        torch.testing.assert_close(got, expected)
+        assert out is None or got is out
+    assert asked == [1] * 6
+    KernelOperations().apply(factor, x)
+    assert asked[-1] == 3
