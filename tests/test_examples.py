@@ -42,6 +42,7 @@ def test_on_four_ranks(pool, name):
     assert len({tuple(each) for each in losses}) == len(same_data), "ranks see the data they should"
 
 
+@pytest.mark.slow
 def test_under_torchrun():
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*words, str(FOLDER / "grad_sync.py")], capture_output=True, text=True, check=False)

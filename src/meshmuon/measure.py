@@ -41,6 +41,7 @@ class Measurement:
         tensors: What this rank holds.
         param_groups: The optimizer's groups.
         state: Its state.
+        unscale: GradScaler's factor at the last step, or None.
         sums: For each parameter, by group and position, what this rank knows of it.
     """
 
@@ -48,6 +49,7 @@ class Measurement:
     tensors: LocalTensors
     param_groups: Sequence[Mapping[str, Any]]
     state: Mapping[Tensor, Mapping[str, Tensor]]
+    unscale: Tensor | None = None
     sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def take(self) -> dict[str, float]:
@@ -94,7 +96,7 @@ class Measurement:
             return
         matrices = self.tensors.matrices(bucket, places=exchange.places(bucket))
         inputs = torch.empty(exchange.buffer_size(bucket), dtype=bucket.recipe.input_dtype, device=bucket.device)
-        look_ahead(matrices, inputs, MomentumRule.of(group, unscale=None, proceed=None))
+        look_ahead(matrices, inputs, MomentumRule.of(group, unscale=self.unscale, proceed=None))
         if bucket.route is Route.SHARDED:
             journey = sharded_directions(bucket, matrices, inputs, self.ready.contributions, rank=rank)
             flat = _result(journey)

@@ -112,6 +112,7 @@ class Muon(Optimizer):
 
     # Read by torch.amp.GradScaler: it then hands over `found_inf` and `grad_scale` instead of deciding on the host.
     _step_supports_amp_scaling = True
+    _last_unscale: Tensor | None
 
     def __init__(
         self,
@@ -215,7 +216,8 @@ class Muon(Optimizer):
         return loss
 
     def _take_step(self, ready: Ready, verdict: Verdict) -> None:
-        step = Step(ready, self._tensors, self.param_groups, self._unscale(), verdict.flag, self._offloaded)
+        self._last_unscale = unscale = self._unscale()
+        step = Step(ready, self._tensors, self.param_groups, unscale, verdict.flag, self._offloaded)
         if ready.owned is not None:
             step.take_synced(ready.owned, self._tensors.presence(ready.plan, verdict.present))
         elif self._execution.cuda_graph:
@@ -244,6 +246,7 @@ class Muon(Optimizer):
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
         self._graphs = StepGraphs()
+        self._last_unscale = None
         self._preparation = Preparation(self._execution, self._reasons, homes, self._layouts, on_host=self._offloaded)
         self._ready()
 
@@ -332,7 +335,7 @@ class Muon(Optimizer):
         ready = self._ready()
         if ready.owned is not None:
             ready.owned.catch_up(ready.contributions.together)
-        measured = Measurement(ready, self._tensors, self.param_groups, self.state).take()
+        measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last_unscale).take()
         return {**measured, **self._agreement.counts(), **ready.heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:

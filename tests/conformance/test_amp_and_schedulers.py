@@ -65,7 +65,8 @@ def test_real_overflow_skips_lowers_the_scale_and_then_continues_as_without_scal
         assert_same(snapshot(net, opt), before)
         assert scaler.get_scale() == scale / 2
         skipped += 1
-        assert opt.metrics() == {"steps": 1.0 + skipped, "skipped_non_finite": 0.0, "skipped_grad_scaler": skipped}
+        counted = {"steps": 1.0 + skipped, "skipped_non_finite": 0.0, "skipped_grad_scaler": skipped}
+        assert counted.items() <= opt.metrics().items()
     assert skipped >= 2
     assert scaler.get_scale() == scale
     _backward(twin, 1, factor=64.0)

@@ -105,3 +105,29 @@ def test_every_view_is_measured():
         kind = "adamw" if view == "adamw" else "muon"
         expected = rms([tensor.detach() - before[name]])
         assert found[f"{kind}.{index}/update_rms"] == pytest.approx(expected, rel=2e-3), name
+
+
+def test_a_gradient_that_was_not_used_does_not_count():
+    model, opt, _ = trained(nesterov=False)
+    exact = opt.metrics()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    with pytest.warns(UserWarning, match="skipped"):
+        opt.step()
+    found = opt.metrics()
+    assert {k: found[k] for k in exact if "/" in k} == {k: v for k, v in exact.items() if "/" in k}
+    assert found["non_finite"] == 0
+
+
+def test_scaled_gradients_are_unscaled():
+    model = torch.nn.Linear(24, 40, bias=False)
+    scaled = Muon(model, lr=0.02, weight_decay=0.0)
+    before = model.weight.detach().clone()
+    scaled.grad_scale = torch.tensor(1024.0)
+    for _ in range(2):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.randn(40, 24) * 1024
+        scaled.step()
+    del scaled.grad_scale
+    found = scaled.metrics()["muon/update_rms"]
+    assert found == pytest.approx(rms([model.weight.detach() - before]), rel=1e-4)

@@ -71,7 +71,7 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
 
 
 def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule) -> None:
-    """Write what the last step orthogonalized, or, of matrices whose gradients are gone, their momentum alone.
+    """Write what the last step orthogonalized; of matrices whose gradients are gone or unusable, their momentum alone.
 
     Args:
         matrices: The tensors; only read.
@@ -89,6 +89,8 @@ def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Momentum
         grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
         if rule.l2:
             grad = grad + item.param.to(grad.dtype) * rule.l2
+        # A gradient that is not finite was not used: lerp(buf, buf, w) is buf.
+        grad = torch.where(grad.isfinite().all(), grad, buffer.to(grad.dtype))
         _look_ahead(wanted, grad, buffer, rule)
 
 

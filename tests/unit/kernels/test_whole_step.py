@@ -15,13 +15,14 @@ from meshmuon.polar.orthogonalize import choose_recipe, orthogonalize_stack
 from meshmuon.runtime.offload import StreamedState
 
 SHAPES = {"wide": (48, 80), "tall": (80, 48), "odd": (33, 50), "square": (48, 48)}
+SMALL = {"a": (16, 32), "b": (16, 32)}
 VIEWS = {"qkv": ((72, 48), {"split_rows": (32, 24, 16)}), "experts": ((3, 32, 48), {"experts": True})}
 
 
-def optimizer(kernels, settings, dtype):
+def optimizer(kernels, settings, dtype, *, shapes=SHAPES, views=VIEWS):
     generator = torch.Generator().manual_seed(0)
-    groups = [{"params": [(n, torch.randn(s, generator=generator).requires_grad_())]} for n, s in SHAPES.items()]
-    for name, (shape, view) in VIEWS.items():
+    groups = [{"params": [(n, torch.randn(s, generator=generator).requires_grad_())]} for n, s in shapes.items()]
+    for name, (shape, view) in views.items():
         param = torch.randn(shape, generator=generator).requires_grad_()
         groups.append({"params": [(name, param)], "algorithm": "muon", "view": view})
     for group in groups:
@@ -138,7 +139,7 @@ def test_the_choice_has_a_reason():
 
 def test_gradients_are_gone_when_the_user_lets_go_of_them():
     """Tables are kept from step to step; a tensor in them would cost as much memory as all gradients."""
-    opt = optimizer("triton", {}, "float16")
+    opt = optimizer("triton", {}, "float16", shapes=SMALL, views={})
     train(opt, 2)
     seen = [weakref.ref(p.grad) for g in opt.param_groups for p in g["params"]]
     opt.zero_grad()
@@ -154,7 +155,7 @@ def test_lent_state_is_gone_after_a_step(monkeypatch):
         return buffer
 
     monkeypatch.setattr(StreamedState.__init__, "__defaults__", (allocate,))
-    opt = optimizer("triton", {"offload": True}, "float16")
+    opt = optimizer("triton", {"offload": True}, "float16", shapes=SMALL, views={})
     train(opt, 2)
     assert buffers and all(ref.expired() for ref in buffers)
 
