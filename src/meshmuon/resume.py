@@ -39,6 +39,12 @@ class _WholeOrNothing(dcp.FileSystemWriter):
         self._beside = folder.with_name(folder.name + _UNFINISHED)
         super().__init__(self._beside)
 
+    def prepare_global_plan(self, plans: Any) -> Any:
+        # On the coordinator, when every rank is here and none has written yet: what a killed job left behind goes.
+        shutil.rmtree(self._beside, ignore_errors=True)
+        self._beside.mkdir(parents=True, exist_ok=True)
+        return super().prepare_global_plan(plans)
+
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         os.replace(self._beside, self._folder)
@@ -71,9 +77,6 @@ def save_checkpoint(
     path = Path(folder)
     if path.exists():
         raise CheckpointError(message(f"folder {path}", found="already there", do="Save every step to its own"))
-    beside = path.with_name(path.name + _UNFINISHED)
-    if beside.exists():
-        shutil.rmtree(beside, ignore_errors=True)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     everything = {"model": model_state, "optimizer": optimizer_state, "extra": _packed(dict(extra or {}))}
     writer = _WholeOrNothing(path)
