@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 
 from meshmuon._compat import has_fused_adamw
 from meshmuon.errors import CheckpointError, message, some, warn_user
-from meshmuon.layout.mesh import placements, zeros_like
+from meshmuon.exchange.groups import global_rank
+from meshmuon.layout.mesh import is_distributed, lies_like, local, placements, zeros_like
 from meshmuon.layout.names import normalise_names
+from meshmuon.layout.whole import laid_like
 
 # Checks the hyper-parameters of a group and gives them back in plain form: (values, algorithm, where=) -> values.
 CheckValues: TypeAlias = "Callable[..., dict[str, Any]]"
@@ -98,6 +100,10 @@ def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
         return False
     if any(key != "step" and placements(value) != placements(param) for key, value in state.items()):
         return False
+    if "step" in state and torch.as_tensor(state["step"]).device != _step_device(param):
+        return False
+    if on_host and param.is_cuda and not all(local(value).is_pinned() for key, value in state.items() if key != "step"):
+        return False
     device = torch.device("cpu") if on_host else param.device
     dtype = state_dtype(param, group) if group["algorithm"] == "muon" else param.dtype
     return all(
@@ -126,7 +132,9 @@ def adapted_state(
         torch.as_tensor(state[key]).shape == value.shape for key, value in result.items()
     ):
         for key, value in result.items():
-            value.copy_(torch.as_tensor(state[key]))
+            saved = torch.as_tensor(state[key])
+            # A whole tensor, the same on every rank: each takes its part.
+            value.copy_(saved if lies_like(saved, value) else laid_like("state", saved, value, rank=global_rank()))
     return result
 
 
@@ -230,14 +238,15 @@ def _checked_group(
 ) -> dict[str, Any]:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), Sequence):
         raise CheckpointError(message(where, found="no params", do="Pass opt.state_dict()"))
-    if len(saved["params"]) != len(group["params"]):
+    order = _order(saved, group, where=where) if len(saved["params"]) == len(group["params"]) else None
+    if order is None:
+        _refuse_other_names(saved, group, where=where)
         found = f"{len(saved['params'])} parameters, this optimizer has {len(group['params'])}"
         raise CheckpointError(message(where, found=found, do="Build the optimizer as it was when saved"))
     algorithm = group["algorithm"]
     if saved.get("algorithm", algorithm) != algorithm:
         found = f"saved with {saved['algorithm']}, this optimizer trains it with {algorithm}"
         raise CheckpointError(message(where, found=found, do="Use the overrides of the saved run"))
-    order = _order(saved, group, where=where)
     names = group.get("param_names") or [f"{where}[{i}]" for i in range(len(order))]
     ids = [saved["params"][i] for i in order]
     if state:
@@ -269,6 +278,17 @@ def _checked_values(
     return {**values, **checked}
 
 
+def _refuse_other_names(saved: Mapping[str, Any], group: Mapping[str, Any], *, where: str) -> None:
+    """Name what one side has and the other has not, where both have names."""
+    if "param_names" not in saved or "param_names" not in group:
+        return
+    theirs, ours = list(normalise_names(saved["param_names"])), list(group["param_names"])
+    for names, what in (([n for n in ours if n not in theirs], "no"), ([n for n in theirs if n not in ours], "also")):
+        if names:
+            found = f"the checkpoint has {what} {some(names)}"
+            raise CheckpointError(message(where, found=found, do="Load the checkpoint of this model"))
+
+
 def _order(saved: Mapping[str, Any], group: Mapping[str, Any], *, where: str) -> list[int]:
     """Which saved parameter is each of ours: by name where both sides have names, else by position."""
     positions = list(range(len(group["params"])))
@@ -296,3 +316,7 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any] | None, algo
         if shape != expected_shape:
             what = f"saved {key} of shape {shape}, it should have {expected_shape}"
             raise CheckpointError(message(f"parameter {name!r}", found=what, do="Load the checkpoint of this model"))
+        if key != "step" and is_distributed(entry[key]) and not lies_like(entry[key], param):
+            what = f"saved {key} placed {placements(entry[key])}, the parameter {placements(param)} or on another mesh"
+            do = "Load it with torch.distributed.checkpoint, which lays it out anew, or call full_tensor() on it first"
+            raise CheckpointError(message(f"parameter {name!r}", found=what, do=do))

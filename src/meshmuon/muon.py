@@ -26,6 +26,7 @@ from meshmuon.config import (
     check_lr,
     check_offload,
 )
+from meshmuon.errors import CheckpointError
 from meshmuon.exchange.agreement import Agreement, Verdict
 from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
@@ -43,7 +44,7 @@ from meshmuon.measure import Measurement
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.describe import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
-from meshmuon.preparation import Preparation, Ready
+from meshmuon.preparation import Preparation, Ready, leave_empty_
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime.graphs import StepGraphs
 from meshmuon.runtime.local_tensors import LocalTensors
@@ -199,8 +200,7 @@ class Muon(Optimizer):
                 loss = closure()
         ready = self._ready()
         with ready.peers.together():
-            if ready.peers.meet():
-                ready.peers.compare_values(self._tensors.checksums(ready.plan))
+            self._meet(ready)
             logits = ready.heads.read(qk_logits)
             verdict = self._agreement.check(
                 logits.told(self._tensors.watched(ready.plan)),
@@ -214,6 +214,11 @@ class Muon(Optimizer):
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
         return loss
+
+    def _meet(self, ready: Ready) -> None:
+        """Before the first exchange of a plan: see that all ranks have the same."""
+        if ready.peers.meet():
+            ready.peers.compare_values(self._tensors.checksums(ready.plan))
 
     def _take_step(self, ready: Ready, verdict: Verdict) -> None:
         self._last_unscale = unscale = self._unscale()
@@ -296,7 +301,12 @@ class Muon(Optimizer):
                 self.state, self.param_groups, on_host=self._offloaded
             )  # until owners have taken their parts
         check = partial(check_values, orthogonalizer=self._execution.orthogonalizer)
-        load_checked(self, state_dict, check=check, load=super().load_state_dict, on_host=self._offloaded)
+        try:
+            load_checked(self, state_dict, check=check, load=super().load_state_dict, on_host=self._offloaded)
+        except CheckpointError:
+            if self._ready().owned is not None:
+                leave_empty_(self.state)
+            raise
         self._preparation.state_was_loaded()
         self._ready()
 
@@ -333,9 +343,11 @@ class Muon(Optimizer):
             `qk_max_logit` of the last step.
         """
         ready = self._ready()
-        if ready.owned is not None:
-            ready.owned.catch_up(ready.contributions.together)
-        measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last_unscale).take()
+        with ready.peers.together():
+            self._meet(ready)
+            if ready.owned is not None:
+                ready.owned.catch_up(ready.contributions.together)
+            measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last_unscale).take()
         return {**measured, **self._agreement.counts(), **ready.heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:

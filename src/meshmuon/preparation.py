@@ -157,6 +157,7 @@ class Preparation:
             complete_state_(state, param_groups, on_host=on_host)
         else:
             ready.owned.move(on_host=on_host)
+        ready.updates.forget_tensors()
 
     def state_was_loaded(self) -> None:
         """Begin afresh: whatever a lost rank left half done has been replaced."""

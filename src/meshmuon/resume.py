@@ -6,11 +6,12 @@ folder has its name only once everything in it is written, and everything is che
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from meshmuon.errors import CheckpointError, message, some
+from meshmuon.exchange.refusals import first_problem, side_group
 
 _UNFINISHED = ".unfinished"
 _ITS_MODEL = "Load it into the model it was made of"
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError)
+_PENDING: set[Path] = set()  # being written while training goes on
 _ANOTHER = "Load another one: latest_checkpoint finds the newest that is complete"
 
 
@@ -72,18 +76,27 @@ def save_checkpoint(
         None, or with `wait=False` a future whose `result()` waits for the end and raises what went wrong.
 
     Raises:
-        CheckpointError: If the folder is already there.
+        CheckpointError: If the folder is already there or being written, or `extra` could not be loaded again.
     """
-    path = Path(folder)
-    if path.exists():
-        raise CheckpointError(message(f"folder {path}", found="already there", do="Save every step to its own"))
+    path = Path(folder).absolute()
+    packed: list[Tensor] = []
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    everything = {"model": model_state, "optimizer": optimizer_state, "extra": _packed(dict(extra or {}))}
+    groups: Any = optimizer_state["param_groups"]
+    _refuse_together(lambda: packed.append(_ready_to_save(path, groups, dict(extra or {}))))
+    everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
     writer = _WholeOrNothing(path)
     if wait:
         dcp.save(everything, storage_writer=writer)
         return None
-    return dcp.async_save(everything, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.THREAD)
+    _PENDING.add(path)
+    future: Any = dcp.async_save(
+        everything,
+        storage_writer=writer,
+        process_group=side_group(),
+        async_checkpointer_type=AsyncCheckpointerType.THREAD,
+    )
+    future.add_done_callback(lambda _: _PENDING.discard(path))
+    return future
 
 
 def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -103,19 +116,18 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     Raises:
         CheckpointError: Names the file or the key that does not fit.
     """
-    path = Path(folder)
-    metadata = _read_metadata(path)
+    path = Path(folder).absolute()
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    wanted = _copied({"model": model_state, "optimizer": optimizer_state})
-    _check_keys(path, wanted, metadata)
-    _check_files(path, metadata)
-    wanted["extra"] = _room_for_extra(metadata)
+    wanted = _copied({"model": model_state, "state": optimizer_state["state"]})
+    _refuse_together(lambda: wanted.update(extra=_checked(path, wanted)))
     try:
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
-    except CheckpointException as error:
+        groups, extra = _unpacked(wanted["extra"])
+    except (CheckpointException, *_UNREADABLE) as error:
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=_ANOTHER)) from error
-    set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"])
-    return _unpacked(wanted["extra"])
+    loaded = {"state": wanted["state"], "param_groups": groups}
+    set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=loaded)
+    return extra
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -125,28 +137,69 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         root: Where checkpoints are saved, each to its own folder.
 
     Returns:
-        The one whose data was completed last; None if there is none.
+        The one completed last whose files are all there, whole; None if there is none.
     """
     found = [path.parent for path in Path(root).glob("*/.metadata") if not path.parent.name.endswith(_UNFINISHED)]
-    return max(found, key=lambda path: ((path / ".metadata").stat().st_mtime_ns, path.name), default=None)
+    for path in sorted(found, key=lambda path: ((path / ".metadata").stat().st_mtime_ns, path.name), reverse=True):
+        with contextlib.suppress(CheckpointError):  # cut short by a full disk, or copied in part
+            _check_files(path, _read_metadata(path))
+            return path
+    return None
 
 
-def _packed(extra: dict[str, Any]) -> Tensor:
+def _refuse_together(check: Callable[[], object]) -> None:
+    """Run a check of this rank's own. Where it fails on any, all raise: nobody waits in a collective for the others."""
+    error: CheckpointError | None = None
+    try:
+        check()
+    except CheckpointError as raised:
+        error = raised
+    problem = first_problem(None if error is None else str(error))
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def _ready_to_save(path: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:
+    """What goes into a checkpoint beside model and state, after a look at whether it can come back."""
+    if path.exists() or path in _PENDING:
+        found = "already there" if path.exists() else "being written: an earlier save to it has not finished"
+        raise CheckpointError(message(f"folder {path}", found=found, do="Save every step to its own"))
+    packed = _packed(groups, extra)
+    try:
+        _unpacked(packed)
+    except _UNREADABLE as error:
+        found = f"something that could be saved but not loaded again ({error})"
+        do = "Use numbers, strings, tensors, and lists, tuples and dicts of these"
+        raise CheckpointError(message("extra", found=found.splitlines()[0], do=do)) from error
+    return packed
+
+
+def _checked(path: Path, wanted: dict[str, Any]) -> Tensor:
+    """See that a checkpoint is whole and fits; give room for what it holds beside model and state."""
+    metadata = _read_metadata(path)
+    _check_keys(path, wanted, metadata)
+    _check_files(path, metadata)
+    return _room_for_extra(metadata)
+
+
+def _packed(groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:
     """One tensor of bytes: its size is known before it is loaded, whatever it holds."""
     file = io.BytesIO()
-    torch.save(extra, file)
+    torch.save({"param_groups": groups, "extra": extra}, file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    both = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    return both["param_groups"], both["extra"]
 
 
 def _room_for_extra(metadata: Metadata) -> Tensor:
     there = metadata.state_dict_metadata["extra"]
     assert isinstance(there, TensorStorageMetadata)
     return torch.empty(there.size, dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> dict[str, Any]:
-    extra: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
-    return extra
 
 
 def _copied(value: Any) -> Any:
@@ -159,23 +212,26 @@ def _copied(value: Any) -> Any:
 
 
 def _read_metadata(path: Path) -> Metadata:
+    if not (path / ".metadata").is_file():
+        found = "no .metadata in it: no checkpoint, or never completed" if path.exists() else "no folder"
+        raise CheckpointError(message(f"checkpoint {path}", found=found, do=_ANOTHER))
+    file = f"file {path / '.metadata'}"
     try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except FileNotFoundError as error:
-        found = (
-            "no .metadata in it: not a checkpoint, or one that was never completed" if path.exists() else "no folder"
-        )
-        raise CheckpointError(message(f"checkpoint {path}", found=found, do=_ANOTHER)) from error
-    except (EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(message(f"file {path / '.metadata'}", found="not readable", do=_ANOTHER)) from error
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+    except Exception as error:  # a pickle of anything may fail in any way
+        raise CheckpointError(message(file, found=f"not readable ({error})", do=_ANOTHER)) from error
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        found = f"a {type(metadata).__name__}, not that of a checkpoint"
+        raise CheckpointError(message(file, found=found, do=_ANOTHER))
+    return metadata
 
 
 def _check_keys(path: Path, wanted: dict[str, Any], metadata: Metadata) -> None:
     """Compare names and shapes of what is there with what is needed."""
     saved = metadata.state_dict_metadata
     needed, _ = flatten_state_dict(wanted)
-    missing = [key for key in needed if key not in saved] + [key for key in ("extra",) if key not in saved]
-    unknown = [key for key in saved if key not in needed and key.startswith(("model.", "optimizer.state."))]
+    missing = [key for key in (*needed, "extra") if key not in saved]
+    unknown = [key for key in saved if key not in needed and key != "extra"]
     for keys, what in ((missing, "has no"), (unknown, "has more than is wanted:")):
         if keys:
             found = f"the checkpoint {what} {some(keys)}"
@@ -184,8 +240,6 @@ def _check_keys(path: Path, wanted: dict[str, Any], metadata: Metadata) -> None:
             )
     for key, value in needed.items():
         there = saved[key]
-        if isinstance(value, Tensor) != isinstance(there, TensorStorageMetadata):
-            continue  # a hyper-parameter that is a tensor on one side: the optimizer will say whether it takes it
         if isinstance(there, TensorStorageMetadata) and tuple(there.size) != tuple(value.shape):
             found = f"{tuple(there.size)} in {path}, here it is {tuple(value.shape)}"
             raise CheckpointError(message(key, found=found, do=_ITS_MODEL))

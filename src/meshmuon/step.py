@@ -53,13 +53,15 @@ class Step:
         """Send every bucket on its journey, wave by wave; then update what is not a matrix."""
         plan, run = self.ready.plan, self.ready.plan.execution
         access = StreamedState(self.tensors.loads(plan)) if self.offloaded else ResidentState()
-        for wave in plan.waves:
-            journeys = [pipeline.Journey(self._update(b, access), b.bytes_in_flight) for b in wave]
-            pipeline.run(journeys, max_in_flight=run.max_in_flight, workspace_bytes=run.workspace_bytes)
-        self._update_elementwise(access)
-        if self.offloaded:
+        try:
+            for wave in plan.waves:
+                journeys = [pipeline.Journey(self._update(b, access), b.bytes_in_flight) for b in wave]
+                pipeline.run(journeys, max_in_flight=run.max_in_flight, workspace_bytes=run.workspace_bytes)
+            self._update_elementwise(access)
+        finally:  # also when a rank was lost in between: memory must not be given away while it is being copied
             access.finish()
-            self.ready.updates.forget_tensors()
+            if self.offloaded:
+                self.ready.updates.forget_tensors()
 
     def _update(self, bucket: Bucket, access: ResidentState) -> Iterator[None]:
         """One bucket's journey. Each yield lets another bucket compute while ours is on the wire."""

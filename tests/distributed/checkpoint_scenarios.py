@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmuon import Muon, View
+from meshmuon import CheckpointError, Muon, View, load_checkpoint, save_checkpoint
 from tests.distributed.scenarios import shard, tensor_for, whole
 
 BEFORE, AFTER = 3, 5  # steps before the checkpoint and after it
@@ -139,12 +139,57 @@ def save(kind, folder, dtype=torch.float32, settings=None, asynchronous=False):
     """Train, save, and tell what an uninterrupted run would come to."""
     model, opt, params = build(kind, dtype, **(settings or {}))
     train(kind, opt, params, 0, BEFORE)
-    if asynchronous:
-        dcp.async_save(states(model, opt), checkpoint_id=folder).result()
+    pending = None
+    if asynchronous:  # the write is still under way while training goes on
+        pending = save_checkpoint(folder, model, opt, extra={"step": BEFORE}, wait=False)
     else:
         dcp.save(states(model, opt), checkpoint_id=folder)
     train(kind, opt, params, BEFORE, AFTER)
+    if pending is not None:
+        pending.result()
     return digest(model, opt, params)
+
+
+def resume_whole(kind, folder):
+    """Load with `load_checkpoint`, and continue."""
+    model, opt, params = build(kind)
+    first = load_checkpoint(folder, model, opt)["step"]
+    train(kind, opt, params, first, AFTER)
+    return digest(model, opt, params)
+
+
+def refuse(kind, folder):
+    """What each rank says about a checkpoint that only one of them cannot read, and that nothing was changed."""
+    model, opt, params = build(kind)
+    before = digest(model, opt, params)
+    try:
+        load_checkpoint(folder if dist.get_rank() != 1 else f"{folder}-elsewhere", model, opt)
+    except CheckpointError as error:
+        return str(error), digest(model, opt, params) == before
+    return "loaded", False
+
+
+def load_plain_into_shards(folder):
+    """A whole state dict into sharded parameters; and one that lies otherwise, which is refused."""
+    _, plain, params = build("plain")
+    train("plain", plain, params, 0, BEFORE)
+    model, opt, sharded = build("fsdp")
+    with torch.no_grad():
+        for name, (param, _) in sharded.items():
+            param._local_tensor.copy_(
+                shard(params[name][0].detach(), param.device_mesh, param.placements)._local_tensor
+            )
+    opt.load_state_dict(plain.state_dict())
+    train("fsdp", opt, sharded, BEFORE, AFTER)
+    lr = plain.param_groups[0]["lr"]
+    other = opt.state_dict()
+    other["param_groups"][0]["lr"] = 0.5
+    try:
+        plain.load_state_dict(other)
+        refused = ""
+    except CheckpointError as error:
+        refused = str(error)
+    return digest(model, opt, sharded), refused, plain.param_groups[0]["lr"] == lr and len(plain.state) > 0
 
 
 def resume(kind, folder, dtype=torch.float32, settings=None, sabotage=None, options=None):

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
 
-from meshmuon import latest_checkpoint, load_checkpoint, save_checkpoint
+from meshmuon import Muon, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.distributed import checkpoint_scenarios as scenarios
 from tests.distributed.real_models import VOCABULARY, Model
 
@@ -38,20 +39,15 @@ def _dies_while_saving(monkey):
 def injected(kind, root, death=None):
     """Gradients are injected, so any layout may continue."""
     model, opt, params = scenarios.build(kind)
-    return _loop(root, model, opt, lambda step: scenarios.train(kind, opt, params, step, 1), death) or scenarios.digest(
-        model, opt, params
-    )
+    first = _loop(root, model, opt, lambda step: scenarios.train(kind, opt, params, step, 1), death)
+    return first, scenarios.digest(model, opt, params)
 
 
 def real(root, death=None):
     """Real gradients of real data: the same layout continues."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model = Model(width=12, heads=2, inner=30, experts=3)
     fully_shard(model)
-    from meshmuon import Muon
-
     opt = Muon(model, lr=0.02)
     params = {name: (param, tuple(param.shape)) for name, param in model.named_parameters()}
 
@@ -63,11 +59,12 @@ def real(root, death=None):
         opt.step()
         opt.zero_grad()
 
-    return _loop(root, model, opt, step, death) or scenarios.digest(model, opt, params)
+    first = _loop(root, model, opt, step, death)
+    return first, scenarios.digest(model, opt, params)
 
 
 def _loop(root, model, opt, take, death):
-    """`death`: (rank, step, when), when being "before", "after" a step, or "saving"."""
+    """`death`: (rank, step, when), when being "before", "after" a step, or "saving". Gives the step it began with."""
     monkey = {"armed": False}
     if death is not None and death[0] == dist.get_rank() and death[2] == "saving":
         _dies_while_saving(monkey)
@@ -83,3 +80,4 @@ def _loop(root, model, opt, take, death):
         monkey["armed"] = dies
         if (step + 1) % EVERY == 0:
             save_checkpoint(Path(root) / f"step-{step + 1}", model, opt, extra={"step": step + 1})
+    return first

@@ -23,6 +23,7 @@ def on_a_mesh(layout, settings, sabotage=None):
         for name, (shape, view, placements) in table.items()
     }
     opt = Muon(groups_for(params), **SETTINGS, **settings)
+    assert opt.metrics()["dead"] == len(params), "before anything was exchanged"
     for step in range(2):
         for name, (shape, _, placements) in table.items():
             params[name][0].grad = shard(tensor_for(f"g{step}", name, shape, torch.float32), mesh, placements)

@@ -56,11 +56,26 @@ def test_a_wrong_resume_is_noticed(pool, saved, sabotage):
 
 @pytest.mark.parametrize("source", [("fsdp", 3), ("grad_sync", 3)], ids=str)
 def test_saving_while_training_goes_on(pool, saved, source, tmp_path):
-    """`async_save` copies first: the steps taken meanwhile do not get into the checkpoint."""
+    """The steps taken meanwhile do not get into the checkpoint."""
     kind, ranks = source
     folder = str(tmp_path / "checkpoint")
     assert pool(ranks).run(scenarios.save, kind, folder, torch.float32, None, True)[0] == saved(source)[1]
-    assert pool(2).run(scenarios.resume, "tp", folder)[0] == saved(source)[1]
+    assert pool(2).run(scenarios.resume_whole, "tp", folder)[0] == saved(source)[1]
+
+
+def test_what_one_rank_cannot_load_nobody_loads(pool, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    pool(3).run(scenarios.save, "fsdp", folder, torch.float32, None, True)
+    answers = pool(3).run(scenarios.refuse, "fsdp", folder)
+    assert all(unchanged for _, unchanged in answers)
+    assert "elsewhere: no folder" in answers[1][0]
+    assert all("rank 1 says" in answers[rank][0] for rank in (0, 2))
+
+
+def test_whole_tensors_are_cut_and_others_refused_by_name(pool, saved):
+    digest, refused, unchanged = pool(3).run(scenarios.load_plain_into_shards, "")[0]
+    assert digest == saved(("fsdp", 3))[1]
+    assert "full_tensor" in refused and "experts_up" in refused and unchanged
 
 
 def test_fp32_momentum_of_bf16_parameters_comes_back_as_fp32(pool, tmp_path):

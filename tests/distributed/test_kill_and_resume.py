@@ -11,16 +11,15 @@ RANKS = 2
 
 
 def points(count):
-    """Random places in the loop, each way of dying among them."""
+    """Different random places in the loop; each way of dying among them, and both ranks."""
     chance = random.Random(7)
-    ways = ["saving", "after", "before"]
-    saved = [step for step in range(kill_scenarios.STEPS) if (step + 1) % kill_scenarios.EVERY == 0]
-    found = []
-    for i in range(count):
-        way = ways[i % 3]
-        step = chance.choice(saved[1:] if way == "saving" else range(3, kill_scenarios.STEPS))
-        found.append((chance.randrange(RANKS), step, way))
-    return found
+    saves = [step for step in range(kill_scenarios.STEPS) if (step + 1) % kill_scenarios.EVERY == 0]
+    every = [(rank, step, way) for rank in range(RANKS) for step in range(3, 9) for way in ("before", "after")]
+    saving = [(rank, step, "saving") for rank in range(RANKS) for step in saves[1:]]
+    chance.shuffle(every)
+    chance.shuffle(saving)
+    mixed = [point for pair in zip(saving, every, strict=False) for point in pair] + every[len(saving) :]
+    return mixed[:count]
 
 
 POINTS = points(10)
@@ -51,17 +50,32 @@ def undisturbed(pool, tmp_path_factory):
     return get
 
 
+def resumes_at(death):
+    """The last step that was saved: whichever way a rank dies at a step, that step's own save is not completed."""
+    step = death[1]
+    return step - step % kill_scenarios.EVERY
+
+
+def check_left_behind(tmp_path, death):
+    unfinished = [path for path in tmp_path.iterdir() if path.name.endswith(".unfinished")]
+    assert len(unfinished) == (death[2] == "saving")
+
+
 def check_real(pool, undisturbed, tmp_path, death):
     killed(kill_scenarios.real, str(tmp_path), death=death)
-    assert any(tmp_path.iterdir())
-    assert pool(RANKS).run(kill_scenarios.real, str(tmp_path))[0] == undisturbed(kill_scenarios.real)
+    check_left_behind(tmp_path, death)
+    first, digest = pool(RANKS).run(kill_scenarios.real, str(tmp_path))[0]
+    assert first == resumes_at(death)
+    assert (0, digest) == undisturbed(kill_scenarios.real)
 
 
 def check_injected(pool, undisturbed, tmp_path, death, target):
     killed(kill_scenarios.injected, "fsdp", str(tmp_path), death=death)
+    check_left_behind(tmp_path, death)
     kind, ranks = target
-    got = pool(ranks).run(kill_scenarios.injected, kind, str(tmp_path))[0]
-    assert got == undisturbed(kill_scenarios.injected, "fsdp")
+    first, digest = pool(ranks).run(kill_scenarios.injected, kind, str(tmp_path))[0]
+    assert first == resumes_at(death)
+    assert (0, digest) == undisturbed(kill_scenarios.injected, "fsdp")
 
 
 def test_the_same_layout_continues_with_real_gradients(pool, undisturbed, tmp_path):

@@ -1,5 +1,8 @@
 """save_checkpoint and load_checkpoint on one process: complete or not there, loaded whole or not at all."""
 
+import pickle
+import threading
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -107,7 +110,7 @@ def test_damaged_bytes_change_nothing(tmp_path):
     file.write_bytes(bytes(file.stat().st_size))
     model, opt = build(seed=1)
     before = everything(model, opt)
-    with pytest.raises(CheckpointError, match="a"):
+    with pytest.raises(CheckpointError, match="Load another one"):
         load_checkpoint(tmp_path / "a", model, opt)
     assert same(everything(model, opt), before)
 
@@ -118,7 +121,7 @@ def test_damaged_bytes_change_nothing(tmp_path):
         ({"width": 9}, r"0\.weight.*\(8, 8\).*\(9, 9\)"),
         ({"layers": 3}, r"has no .*model\.2"),
         ({"layers": 1}, r"more than is wanted.*model\.1"),
-        ({"optimizer": torch.optim.AdamW}, r"has no optimizer\.state\.0\.weight\.(step|exp_avg)"),
+        ({"optimizer": torch.optim.AdamW}, r"has no state\.0\.weight\.(step|exp_avg)"),
     ],
     ids=str,
 )
@@ -140,7 +143,7 @@ def test_a_checkpoint_of_adamw_is_refused(tmp_path):
 def test_a_plain_dcp_folder_without_our_extra_is_named(tmp_path):
     model, opt = build()
     a, b = get_state_dict(model, opt)
-    dcp.save({"model": a, "optimizer": b}, checkpoint_id=tmp_path / "a")
+    dcp.save({"model": a, "state": b["state"]}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointError, match="extra"):
         load_checkpoint(tmp_path / "a", model, opt)
 
@@ -160,3 +163,72 @@ def test_folders(tmp_path):
     assert latest_checkpoint(tmp_path) == tmp_path / "step-12" and not (tmp_path / "step-12.unfinished").exists()
     with pytest.raises(CheckpointError, match="no folder"):
         load_checkpoint(tmp_path / "step-99", model, opt)
+
+
+def test_an_extra_that_could_not_come_back_is_refused_at_once(tmp_path):
+    with pytest.raises(CheckpointError, match="extra"):
+        save_checkpoint(tmp_path / "a", *build(), extra={"where": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_taken_meanwhile_do_not_get_into_a_checkpoint(tmp_path, monkeypatch):
+    """The write is held up until the next step is taken; a second save to the same name is refused meanwhile."""
+    go_on = threading.Event()
+    write = dcp.FileSystemWriter.write_data
+
+    def late(self, plan, planner):
+        assert go_on.wait(30)
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", late)
+    model, opt = build()
+    expected = everything(model, opt)
+    pending = save_checkpoint(tmp_path / "a", model, opt, wait=False)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    opt.step()
+    with pytest.raises(CheckpointError, match="being written"):
+        save_checkpoint(tmp_path / "a", model, opt)
+    go_on.set()
+    pending.result()
+    assert not same(everything(model, opt), expected)
+    load_checkpoint(tmp_path / "a", model, opt)
+    assert same(everything(model, opt), expected)
+
+
+@pytest.mark.parametrize("saved_by", ["float", "tensor"])
+@pytest.mark.parametrize("scheduled", ["saved", "loaded"])
+def test_hyper_parameters_are_judged_by_the_optimizer(tmp_path, saved_by, scheduled):
+    """A tensor lr, or a scheduler's own key, on one side only."""
+    model, opt = build()
+    if saved_by == "tensor":
+        for group in opt.param_groups:
+            group["lr"] = torch.tensor(0.25)
+    if scheduled == "saved":
+        torch.optim.lr_scheduler.ConstantLR(opt)
+    save_checkpoint(tmp_path / "a", model, opt)
+    other, again = build(seed=1)
+    if scheduled == "loaded":
+        torch.optim.lr_scheduler.ConstantLR(again)
+    load_checkpoint(tmp_path / "a", other, again)
+    assert float(again.param_groups[0]["lr"]) == float(opt.param_groups[0]["lr"])
+    assert same(everything(model, opt), everything(other, again))
+
+
+def test_a_folder_of_something_else_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps({"not": "metadata"}))
+    with pytest.raises(CheckpointError, match="not that of a checkpoint"):
+        load_checkpoint(tmp_path / "a", *build())
+    (tmp_path / "a" / ".metadata").write_bytes(b"cnomodule\nNoClass\n.")
+    with pytest.raises(CheckpointError, match="not readable"):
+        load_checkpoint(tmp_path / "a", *build())
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_the_latest_is_the_latest_that_is_whole(tmp_path):
+    model, opt = build()
+    for step in (1, 2):
+        save_checkpoint(tmp_path / f"step-{step}", model, opt)
+    _truncated(tmp_path / "step-2")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"

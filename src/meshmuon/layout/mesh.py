@@ -135,6 +135,21 @@ def zeros_like(
     return DTensor(zeros, described._spec, requires_grad=False)
 
 
+def lies_like(value: Tensor, tensor: Tensor) -> bool:
+    """Tell whether two tensors lie alike: both plain, or both on one mesh with the same placements.
+
+    Args:
+        value: A DTensor or a plain tensor.
+        tensor: Another.
+
+    Returns:
+        True if what a rank holds of one goes with what it holds of the other.
+    """
+    if not isinstance(value, DTensor) or not isinstance(tensor, DTensor):
+        return isinstance(value, DTensor) == isinstance(tensor, DTensor)
+    return value.device_mesh == tensor.device_mesh and placements(value) == placements(tensor)
+
+
 def placements(tensor: Tensor) -> tuple[Any, ...] | str:
     """Say how a tensor lies on its mesh.
 

@@ -112,9 +112,10 @@ class _Stream:
         self._expected = {load.key: load for load in loads if load.tensors}
         largest = max((_size(load.tensors) for load in self._expected.values()), default=0)
         self._arrivals, self._departures = _Lane(device), _Lane(device)
-        # The step's own stream may still be using the memory for what it did before.
+        memory = [allocate(largest, device) for _ in range(2)]
+        # The step's own stream may still be using this memory for what it did before.
         ready = _Lane.mark(device)
-        self._slots = [_Slot(allocate(largest, device), departed=ready) for _ in range(2)]
+        self._slots = [_Slot(each, departed=ready) for each in memory]
         self._strided: list[tuple[Tensor, Tensor]] = []
 
     def borrow(self, load: Load) -> list[Tensor]:
