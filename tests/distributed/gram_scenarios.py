@@ -37,7 +37,7 @@ def spectrum(kind, name, step, shape):
     return (u * values) @ vh
 
 
-def train(route, kind, dtype, steps=3):
+def train(route, kind, dtype, steps=3, **more):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     groups, params = [], {}
     for name, (shape, dim) in SHAPES.items():
@@ -50,7 +50,7 @@ def train(route, kind, dtype, steps=3):
         "momentum": 0.0,
         "orthogonalizer": Orthogonalizer(dtype=dtype, form=form),
     }
-    opt = Muon(groups, **settings)
+    opt = Muon(groups, **{**settings, **more})
     sent = []
     all_to_all = dist.all_to_all_single
 
@@ -76,3 +76,9 @@ def refused():
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def offloaded_or_not():
+    """The Gram route with momentum in host memory, and without: parameters that differ."""
+    results = [train("gram", "gaussian", "float32", momentum=0.9, offload=on)[0] for on in (False, True)]
+    return [name for name in results[0] if not torch.equal(results[0][name], results[1][name])]
