@@ -133,8 +133,9 @@ def adapted_state(
     ):
         for key, value in result.items():
             saved = torch.as_tensor(state[key])
-            # A whole tensor, the same on every rank: each takes its part.
-            value.copy_(saved if lies_like(saved, value) else laid_like("state", saved, value, rank=global_rank()))
+            if is_distributed(value) and not is_distributed(saved):
+                saved = laid_like("state", saved, value, rank=global_rank())  # each rank takes its part of the whole
+            value.copy_(saved)
     return result
 
 

@@ -30,7 +30,7 @@ def optimizer(kernels, settings, dtype, *, shapes=SHAPES, views=VIEWS):
     return Muon(groups, lr=0.02, orthogonalizer=Orthogonalizer(dtype=dtype, kernels=kernels), **settings)
 
 
-def train(opt, steps=3):
+def train(opt, steps=2):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for group in opt.param_groups:
