@@ -20,7 +20,7 @@ from meshmuon.bench.workloads import GPU
 from meshmuon.plan.calibration import Calibration, Sample, fit, polar_work
 from meshmuon.plan.hardware import known_hardware
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.orthogonalize import choose_recipe
+from meshmuon.polar.recipe import choose_recipe
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshmuon.muon import Muon
     from meshmuon.planner import plan_for
     from meshmuon.polar.coefficients import polar_express
-    from meshmuon.resume import latest_checkpoint, load_checkpoint, save_checkpoint
+    from meshmuon.resume import checkpoint_extra, latest_checkpoint, load_checkpoint, save_checkpoint
     from meshmuon.routing import param_groups
     from meshmuon.sharded_polar import orthogonalize
     from meshmuon.update.scale import convert_lr, scale_factor
@@ -46,6 +46,7 @@ __all__ = [
     "QKLogits",
     "Sharded",
     "View",
+    "checkpoint_extra",
     "convert_lr",
     "export_torch_state",
     "latest_checkpoint",
@@ -76,6 +77,7 @@ _HOMES = {
     "QKLogits": "meshmuon.attention:QKLogits",
     "Sharded": "meshmuon.layout.plain:Sharded",
     "View": "meshmuon.layout.matrix_view:MatrixView",
+    "checkpoint_extra": "meshmuon.resume:checkpoint_extra",
     "convert_lr": "meshmuon.update.scale:convert_lr",
     "export_torch_state": "meshmuon.importers:export_torch_state",
     "latest_checkpoint": "meshmuon.resume:latest_checkpoint",

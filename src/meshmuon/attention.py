@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from meshmuon.config import check_integer, check_layer_pattern, check_number
+from meshmuon.checks import check_integer, check_number
+from meshmuon.config import check_layer_pattern
 from meshmuon.errors import message
 from meshmuon.layout.mesh import local
 from meshmuon.layout.names import normalise_name

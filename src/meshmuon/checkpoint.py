@@ -1,4 +1,4 @@
-"""State: what each parameter has, eagerly and everywhere, and the rules by which a saved one is taken back.
+"""The rules by which a saved state is taken back.
 
 torch casts loaded floating state to the parameter's dtype and loads whatever it is given; here the declared dtype is
 kept, and a state that does not fit is refused by the parameter's name, at load.
@@ -6,141 +6,23 @@ kept, and a state that does not fit is refused by the parameter's name, at load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon._compat import has_fused_adamw
 from meshmuon.errors import CheckpointError, message, some, warn_user
-from meshmuon.exchange.groups import global_rank
-from meshmuon.layout.mesh import is_distributed, lies_like, local, placements, zeros_like
+from meshmuon.layout.mesh import is_distributed, lies_like, placements
 from meshmuon.layout.names import normalise_names
-from meshmuon.layout.whole import laid_like
+from meshmuon.state import STATE_KEYS, adapted_state
 
 # Checks the hyper-parameters of a group and gives them back in plain form: (values, algorithm, where=) -> values.
 CheckValues: TypeAlias = "Callable[..., dict[str, Any]]"
 # Of torch's AdamW: the value with which it is another algorithm. Otherwise they say how, not what, and are dropped.
 _OTHER_UPDATES = {"maximize": True, "amsgrad": True}
 _TORCH_FLAGS = (*_OTHER_UPDATES, "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
-
-STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-
-
-def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Give the dtype a parameter's momentum is kept in.
-
-    Args:
-        param: The parameter.
-        group: Its group.
-
-    Returns:
-        The group's `state_dtype`, or the parameter's own dtype.
-    """
-    declared = group.get("state_dtype")
-    result: torch.dtype = param.dtype if declared is None else getattr(torch, declared)
-    return result
-
-
-def fresh_state(param: Tensor, group: Mapping[str, Any], *, on_host: bool = False) -> dict[str, Tensor]:
-    """Make the state of a parameter that has not moved yet.
-
-    Args:
-        param: The parameter.
-        group: Its group.
-        on_host: Whether it lives in host memory.
-
-    Returns:
-        `momentum_buffer` for Muon; `step`, `exp_avg` and `exp_avg_sq` for AdamW.
-    """
-    if group["algorithm"] == "muon":
-        return {"momentum_buffer": zeros_like(param, dtype=state_dtype(param, group), on_host=on_host)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=_step_device(param)),
-        "exp_avg": zeros_like(param, memory_format=torch.contiguous_format, on_host=on_host),
-        "exp_avg_sq": zeros_like(param, memory_format=torch.contiguous_format, on_host=on_host),
-    }
-
-
-def complete_state_(
-    state: MutableMapping[Tensor, Any], param_groups: Sequence[Mapping[str, Any]], *, on_host: bool = False
-) -> None:
-    """See to it that every parameter has the state it needs, where it belongs, and that nothing else is kept.
-
-    Args:
-        state: The optimizer's state, by parameter; written.
-        param_groups: Its groups.
-        on_host: Whether state lives in host memory.
-    """
-    complete = {}
-    for group in param_groups:
-        for param in group["params"]:
-            has = state.get(param, {})
-            fits = state_fits(has, param, group, on_host=on_host)
-            complete[param] = has if fits else adapted_state(has, param, group, on_host=on_host)
-    state.clear()
-    state.update(complete)
-
-
-def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], *, on_host: bool = False) -> bool:
-    """Tell whether a parameter has exactly the state it needs, where and as it needs it.
-
-    Args:
-        state: What it has.
-        param: The parameter.
-        group: Its group.
-        on_host: Whether state lives in host memory.
-
-    Returns:
-        True if nothing needs to be done.
-    """
-    if set(state) != set(STATE_KEYS[group["algorithm"]]):
-        return False
-    if any(key != "step" and placements(value) != placements(param) for key, value in state.items()):
-        return False
-    if "step" in state and torch.as_tensor(state["step"]).device != _step_device(param):
-        return False
-    if on_host and param.is_cuda and not all(local(value).is_pinned() for key, value in state.items() if key != "step"):
-        return False
-    device = torch.device("cpu") if on_host else param.device
-    dtype = state_dtype(param, group) if group["algorithm"] == "muon" else param.dtype
-    return all(
-        (value.shape, value.dtype, value.device) == (param.shape, dtype, device)
-        for key, value in state.items()
-        if key != "step"
-    )
-
-
-def adapted_state(
-    state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], *, on_host: bool = False
-) -> dict[str, Tensor]:
-    """Bring existing state where it belongs and to the declared dtypes; make it afresh where it does not fit.
-
-    Args:
-        state: Saved or earlier state of this parameter, or nothing.
-        param: The parameter.
-        group: Its group.
-        on_host: Whether it lives in host memory, or on the parameter's device.
-
-    Returns:
-        New tensors; the given ones are left alone.
-    """
-    result = fresh_state(param, group, on_host=on_host)
-    if set(state) >= set(result) and all(
-        torch.as_tensor(state[key]).shape == value.shape for key, value in result.items()
-    ):
-        for key, value in result.items():
-            saved = torch.as_tensor(state[key])
-            if is_distributed(value) and not is_distributed(saved):
-                saved = laid_like("state", saved, value, rank=global_rank())  # each rank takes its part of the whole
-            value.copy_(saved)
-    return result
-
-
-def _step_device(param: Tensor) -> torch.device:
-    return param.device if has_fused_adamw(param.device) else torch.device("cpu")
 
 
 def load_checked(

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon._compat import run_eagerly
-from meshmuon.checkpoint import complete_state_, load_checked
+from meshmuon.checkpoint import load_checked
+from meshmuon.checks import check_lr
 from meshmuon.config import (
     Execution,
     GradSync,
@@ -23,7 +24,6 @@ from meshmuon.config import (
     QKClip,
     Sharing,
     WeightDecayMode,
-    check_lr,
     check_offload,
 )
 from meshmuon.errors import CheckpointError
@@ -36,18 +36,20 @@ from meshmuon.groups import (
     check_values,
     complete_group,
     declare_shards,
+    group_defaults,
     refuse_keywords,
 )
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.plain import Sharded, plain_layouts
 from meshmuon.measure import Measurement
 from meshmuon.plan.bucket import Plan
-from meshmuon.plan.describe import describe_groups
+from meshmuon.plan.describe_groups import describe_groups
 from meshmuon.plan.restarts import warn_of_sparse_restarts
 from meshmuon.preparation import Preparation, Ready, leave_empty_
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime.graphs import StepGraphs
 from meshmuon.runtime.local_tensors import LocalTensors
+from meshmuon.state import complete_state_
 from meshmuon.step import Step
 
 logger = logging.getLogger("meshmuon")
@@ -156,26 +158,14 @@ class Muon(Optimizer):
         lr = check_lr("lr", lr)
         given = dict(locals())  # every argument under its own name
         refuse_keywords(unknown, known=Muon.__init__)
-        muon = {key: given[key] for key in MUON_ARGUMENTS}
-        adamw = {
-            "lr": lr,
-            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            "betas": betas,
-            "eps": adamw_eps,
-            "adamw_lr_ratio": adamw_lr_ratio,
-            "decay_vectors": adamw_weight_decay is not None,
-        }
-        self._group_defaults: dict[str, dict[str, Any]] = {
-            "muon": {**muon, "view": None, "route": "auto", "mode": "exact"},
-            "adamw": adamw,
-        }
+        self._group_defaults = group_defaults(given)
         check_defaults(self._group_defaults)
         self._execution = Execution(**{field.name: given[field.name] for field in dataclasses.fields(Execution)})
         self._offloaded = check_offload(offload, self._execution)
         self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
         self._reasons, self._frozen = routed.reasons, routed.frozen
-        super().__init__(routed.groups, muon)
+        super().__init__(routed.groups, {key: given[key] for key in MUON_ARGUMENTS})
         self._start(Homes(params))
         warn_of_sparse_restarts(self.plan)
         if global_rank() == 0:

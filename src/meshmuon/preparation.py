@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from meshmuon.checkpoint import complete_state_, state_dtype
 from meshmuon.config import Execution
 from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
@@ -21,12 +20,13 @@ from meshmuon.layout.mesh import mesh_groups
 from meshmuon.layout.plain import PlainLayouts
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.build import PolarSettings, build_plan
-from meshmuon.plan.describe import exact_values
+from meshmuon.plan.describe_groups import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.qk_clip import HeadClip
 from meshmuon.runtime.snapshot import Snapshot
+from meshmuon.state import complete_state_, state_dtype
 from meshmuon.update.fused import BucketUpdates
 
 Groupings = list[dict[str, Any]]

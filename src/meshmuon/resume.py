@@ -11,7 +11,8 @@ import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class _WholeOrNothing(dcp.FileSystemWriter):
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     extra: Mapping[str, Any] | None = None,
     wait: bool = True,
@@ -68,7 +69,7 @@ def save_checkpoint(
         folder: Made here. It appears when the checkpoint is complete; a job killed before that leaves one whose name
             ends in ".unfinished", which the next save to the same name removes.
         model: The model, in any layout.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or several that share its parameters out.
         extra: Whatever else must come back, the same on every rank: the step, a scheduler's state, a seed.
         wait: False returns once everything is copied, and writes while training goes on.
 
@@ -86,7 +87,8 @@ def save_checkpoint(
     everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
     writer = _WholeOrNothing(path)
     if wait:
-        dcp.save(everything, storage_writer=writer)
+        with _quiet():
+            dcp.save(everything, storage_writer=writer)
         return None
     _PENDING.add(path)
     future: Any = dcp.async_save(
@@ -99,7 +101,9 @@ def save_checkpoint(
     return future
 
 
-def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def load_checkpoint(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]
+) -> dict[str, Any]:
     """Load a model and its optimizer, saved on any number of ranks in any layout. Every rank must call.
 
     Names, shapes and files are checked first, and the values are read into memory of their own: where this raises,
@@ -108,7 +112,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     Args:
         folder: What `save_checkpoint` made.
         model: The model; written.
-        optimizer: Its optimizer; written.
+        optimizer: Its optimizer, or several; written. Parameters may be grouped otherwise than they were: a group takes
+            the hyper-parameters its first parameter had.
 
     Returns:
         The `extra` that was saved.
@@ -121,13 +126,38 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     wanted = _copied({"model": model_state, "state": optimizer_state["state"]})
     _refuse_together(lambda: wanted.update(extra=_checked(path, wanted)))
     try:
-        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
+        with _quiet():
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
         groups, extra = _unpacked(wanted["extra"])
     except (CheckpointException, *_UNREADABLE) as error:
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=_ANOTHER)) from error
-    loaded = {"state": wanted["state"], "param_groups": groups}
+    here: Any = optimizer_state["param_groups"]
+    loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here)}
     set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=loaded)
     return extra
+
+
+def checkpoint_extra(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read only what was saved beside model and optimizer. Any process may ask, alone.
+
+    Args:
+        folder: What `save_checkpoint` made.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        CheckpointError: Names the file that is not there or not whole.
+    """
+    path = Path(folder).absolute()
+    metadata = _read_metadata(path)
+    _check_files(path, metadata)
+    if "extra" not in metadata.state_dict_metadata:
+        raise CheckpointError(message(f"checkpoint {path}", found="no extra", do="Give what save_checkpoint made"))
+    wanted = {"extra": _room_for_extra(metadata)}
+    with _quiet():
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return _unpacked(wanted["extra"])[1]
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -145,6 +175,14 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
             _check_files(path, _read_metadata(path))
             return path
     return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _refuse_together(check: Callable[[], object]) -> None:
@@ -194,6 +232,16 @@ def _packed(groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:
 def _unpacked(packed: Tensor) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     both = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
     return both["param_groups"], both["extra"]
+
+
+def _regrouped(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved hyper-parameters in the groups of this optimizer: a layout may need parameters grouped by mesh."""
+    of = {name: group for group in saved for name in group["params"]}
+    kept = ("params", "param_names")
+    return [
+        {**of.get(next(iter(group["params"]), ""), group), **{key: group[key] for key in kept if key in group}}
+        for group in here
+    ]
 
 
 def _room_for_extra(metadata: Metadata) -> Tensor:

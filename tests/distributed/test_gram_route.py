@@ -6,7 +6,7 @@ import torch
 from meshmuon import Orthogonalizer, orthogonalize
 from meshmuon.plan.gram_route import grams_sent
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.orthogonalize import choose_recipe
+from meshmuon.polar.recipe import choose_recipe
 from meshmuon.runtime.sharded import check_wire
 from tests.distributed import gram_scenarios as scenarios
 

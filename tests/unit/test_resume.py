@@ -2,14 +2,16 @@
 
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from meshmuon import CheckpointError, Muon, latest_checkpoint, load_checkpoint, save_checkpoint
+from meshmuon import CheckpointError, Muon, checkpoint_extra, latest_checkpoint, load_checkpoint, save_checkpoint
 
+# Said by the thread that writes with wait=False, where a warning cannot be kept back for that call alone.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -232,3 +234,45 @@ def test_the_latest_is_the_latest_that_is_whole(tmp_path):
         save_checkpoint(tmp_path / f"step-{step}", model, opt)
     _truncated(tmp_path / "step-2")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
+def test_one_process_is_not_warned_that_it_is_one(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path / "a", *build())
+        load_checkpoint(tmp_path / "a", *build())
+        checkpoint_extra(tmp_path / "a")
+
+
+def test_extra_alone_can_be_read_without_a_model(tmp_path):
+    save_checkpoint(tmp_path / "a", *build(), extra={"step": 3})
+    assert checkpoint_extra(tmp_path / "a") == {"step": 3}
+    _truncated(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="distcp"):
+        checkpoint_extra(tmp_path / "a")
+
+
+def test_several_optimizers_grouped_otherwise(tmp_path):
+    """As `meshmuon train` does: AdamW's parameters are grouped by mesh, so by another layout otherwise."""
+
+    def pair(seed, *groups):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        params = dict(model.named_parameters())
+        rest = [{"params": [params[name] for name in group], "weight_decay": 0.3} for group in groups]
+        parts = (Muon([params["0.weight"]], lr=0.02), torch.optim.AdamW(rest, lr=0.01 * (seed + 1)))
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        for part in parts:
+            part.step()
+        return model, parts
+
+    model, parts = pair(0, ["0.bias", "1.weight", "1.bias"])
+    save_checkpoint(tmp_path / "a", model, parts)
+    other, again = pair(1, ["1.bias"], ["0.bias", "1.weight"])
+    load_checkpoint(tmp_path / "a", other, again)
+    assert [group["lr"] for group in again[1].param_groups] == [0.01, 0.01]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        mine, theirs = (next(part.state[x] for part in ps if x in part.state) for ps, x in ((parts, p), (again, q)))
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)

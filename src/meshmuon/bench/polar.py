@@ -14,7 +14,8 @@ from meshmuon.bench.measure import Say, measure_ceilings, milliseconds, say_ceil
 from meshmuon.bench.workloads import Size, Stack, polar_floor_ms, stacks
 from meshmuon.config import Orthogonalizer
 from meshmuon.polar.coefficients import KELLER, resolve_schedule
-from meshmuon.polar.orthogonalize import choose_recipe, orthogonalize
+from meshmuon.polar.orthogonalize import orthogonalize
+from meshmuon.polar.recipe import choose_recipe
 
 OURS, TORCHS = "meshmuon", "torch.optim.Muon"
 _WARM_UP = 3

@@ -1,27 +1,12 @@
-"""Checkpoints of `meshmuon train`: torch.distributed.checkpoint, so another number of processes can go on with them.
+"""Checkpoints of `meshmuon train`: the latest of each run, which another number of processes can go on with."""
 
-What is saved is whole tensors in pieces, under the names of parameters: weights, and each optimizer's state, which has
-the layout of its parameter. Learning rates are not: they follow from the step.
-"""
-
-import json
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
+from meshmuon import checkpoint_extra, latest_checkpoint, load_checkpoint, save_checkpoint
 from meshmuon.cli.optimizers import Optimizers
 from meshmuon.cli.parallel import ALONE, Parallel
 
@@ -42,7 +27,7 @@ class Progress:
 
 
 class Checkpoints:
-    """The latest checkpoint of one run; a new one replaces the old once it is complete.
+    """The latest checkpoint of one run; the older ones go once it is complete.
 
     Args:
         folder: Of this run alone.
@@ -59,8 +44,8 @@ class Checkpoints:
         Returns:
             Its progress at the last complete checkpoint, or None.
         """
-        complete = self._complete()
-        return Progress(**json.loads((complete[-1] / "progress.json").read_text())) if complete else None
+        found = latest_checkpoint(self.folder)
+        return None if found is None else Progress(**checkpoint_extra(found))
 
     def save(self, model: nn.Module, optimizers: Optimizers, progress: Progress) -> None:
         """Write a checkpoint. Every process must call.
@@ -70,20 +55,11 @@ class Checkpoints:
             optimizers: Likewise.
             progress: Where the run is.
         """
-        unfinished, final = self.folder / "unfinished", self.folder / f"step-{progress.step:07}"
-        self._parallel.on_first(lambda: _make_empty(unfinished))
-        with _quiet():
-            dcp.save(_state(model, optimizers), checkpoint_id=unfinished, no_dist=self._parallel.size == 1)
-
-        def complete() -> None:
-            (unfinished / "progress.json").write_text(json.dumps(asdict(progress)))
-            _remove(final)  # of a run that went on from an older one
-            unfinished.rename(final)  # at once: whoever is killed in between leaves the older one behind
-            for other in self._complete():
-                if other != final:
-                    _remove(other)
-
-        self._parallel.on_first(complete)
+        folder = self.folder / f"step-{progress.step:07}"
+        if folder.exists():  # resumed after its last step
+            return
+        save_checkpoint(folder, model, optimizers.parts, extra=asdict(progress))
+        self._parallel.on_first(lambda: self._remove_all_but(folder))
 
     def load(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Take over the latest checkpoint. Every process must call.
@@ -92,36 +68,11 @@ class Checkpoints:
             model: As it will be trained; written.
             optimizers: Likewise.
         """
-        with _quiet():
-            state = _state(model, optimizers)
-            dcp.load(state, checkpoint_id=self._complete()[-1], no_dist=self._parallel.size == 1)
-            set_model_state_dict(model, state["model"])
-            groups = get_optimizer_state_dict(model, optimizers.parts)["param_groups"]
-            whole = {"state": state["optimizer"], "param_groups": groups}
-            set_optimizer_state_dict(model, optimizers.parts, whole)
+        found = latest_checkpoint(self.folder)
+        assert found is not None, "asked for by `latest`"
+        load_checkpoint(found, model, optimizers.parts)
 
-    def _complete(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
-
-
-def _state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    state = get_optimizer_state_dict(model, optimizers.parts)
-    return {"model": get_model_state_dict(model), "optimizer": state["state"]}
-
-
-def _make_empty(folder: Path) -> None:
-    _remove(folder)
-    folder.mkdir(parents=True)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # torch warns about its own use of deprecated names, and that one process is one process.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    def _remove_all_but(self, kept: Path) -> None:
+        for other in self.folder.iterdir():
+            if other != kept:
+                shutil.rmtree(other)

@@ -4,7 +4,7 @@ A group dict holds numbers, strings and tuples only, so that it pickles and load
 """
 
 from meshmuon.groups.complete import check_group_parameters, complete_group, declare_shards, group_records
-from meshmuon.groups.keys import MUON_ARGUMENTS, check_defaults, check_values
+from meshmuon.groups.keys import MUON_ARGUMENTS, check_defaults, check_values, group_defaults
 from meshmuon.groups.unknown import refuse_keywords
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "check_values",
     "complete_group",
     "declare_shards",
+    "group_defaults",
     "group_records",
     "refuse_keywords",
 ]

@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from meshmuon.config import Algorithm, Orthogonalizer, check_bool, check_word
+from meshmuon.checks import check_bool, check_word
+from meshmuon.config import Algorithm, Orthogonalizer
 from meshmuon.errors import message, some
 from meshmuon.groups.keys import FOREIGN, KEYS, STRUCTURE, Check, check_values
 from meshmuon.groups.unknown import refuse_others_keys, refuse_unknown

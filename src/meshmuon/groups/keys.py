@@ -7,20 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
 
-from meshmuon.config import (
-    Algorithm,
-    LRRule,
-    Mode,
-    Orthogonalizer,
-    RouteChoice,
-    WeightDecayMode,
-    check_betas,
-    check_bool,
-    check_lr,
-    check_number,
-    check_state_dtype,
-    check_word,
-)
+from meshmuon.checks import check_betas, check_bool, check_lr, check_number, check_state_dtype, check_word
+from meshmuon.config import Algorithm, LRRule, Mode, Orthogonalizer, RouteChoice, WeightDecayMode
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.polar.coefficients import plain_coefficients, resolve_schedule
 
@@ -88,6 +76,29 @@ KEYS = {"muon": MUON_KEYS, "adamw": ADAMW_KEYS}
 STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind", "sharded")
 # Written into groups by torch's schedulers.
 FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+
+
+def group_defaults(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Give what a group has unless it says otherwise.
+
+    Args:
+        arguments: Those of `Muon`, by name.
+
+    Returns:
+        Algorithm → hyper-parameters; AdamW's from the arguments that stand for them.
+    """
+    decay = arguments["adamw_weight_decay"]
+    return {
+        "muon": {**{key: arguments[key] for key in MUON_ARGUMENTS}, "view": None, "route": "auto", "mode": "exact"},
+        "adamw": {
+            "lr": arguments["lr"],
+            "weight_decay": arguments["weight_decay"] if decay is None else decay,
+            "betas": arguments["betas"],
+            "eps": arguments["adamw_eps"],
+            "adamw_lr_ratio": arguments["adamw_lr_ratio"],
+            "decay_vectors": decay is not None,
+        },
+    }
 
 
 def check_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> None:

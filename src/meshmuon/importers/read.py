@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon.checkpoint import STATE_KEYS
 from meshmuon.config import Algorithm
 from meshmuon.errors import CheckpointError, message, some
 from meshmuon.importers.dialects import Dialect
 from meshmuon.importers.records import Saved, StateDict
 from meshmuon.importers.whole import whole_state
 from meshmuon.layout.names import normalise_names
+from meshmuon.state import STATE_KEYS
 
 _DROPPED = {
     "second_momentum_buffer": "the second moment of NorMuon's per-neuron step sizes, which meshmuon does not have",

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshmuon.layout.matrix_view import Block, MatrixView
+from meshmuon.layout.block import Block
+from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.records import Matrix, ParameterRecord, Share
 from meshmuon.layout.shard_layout import Interval, ShardLayout, clip, length, position
 

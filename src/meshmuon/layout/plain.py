@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshmuon.config import check_sizes
+from meshmuon.checks import check_sizes
 from meshmuon.errors import message, some
 from meshmuon.layout import mesh
 from meshmuon.layout.shard_layout import Cut, ShardLayout

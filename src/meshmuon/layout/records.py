@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from meshmuon.config import Algorithm, Mode, RouteChoice
-from meshmuon.layout.matrix_view import WHOLE, Block, MatrixView
+from meshmuon.layout.block import Block
+from meshmuon.layout.matrix_view import WHOLE, MatrixView
 from meshmuon.layout.shard_layout import Interval, Intervals, ShardLayout, clip, length
 
 

@@ -13,7 +13,7 @@ from meshmuon.layout.records import Matrix, ParameterRecord
 from meshmuon.plan.flat import FlatBucket
 from meshmuon.plan.gram_route import gram_bytes, grams_sent
 from meshmuon.plan.route import Route
-from meshmuon.polar.orthogonalize import Recipe
+from meshmuon.polar.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

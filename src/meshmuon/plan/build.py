@@ -19,7 +19,7 @@ from meshmuon.plan.flat import flat_buckets
 from meshmuon.plan.gram_route import choose_route
 from meshmuon.plan.route import Route
 from meshmuon.polar.coefficients import Schedule
-from meshmuon.polar.orthogonalize import Recipe, choose_recipe
+from meshmuon.polar.recipe import Recipe, choose_recipe
 
 
 @dataclass(frozen=True, slots=True)

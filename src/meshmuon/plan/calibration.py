@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshmuon.polar.gram import split_at
-from meshmuon.polar.orthogonalize import Recipe
+from meshmuon.polar.recipe import Recipe
 
 # Classes of products by the short side of the matrix: at least this. Larger ones keep more of the device busy.
 SHORT_SIDES = (4096, 2048, 1024, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from meshmuon.plan.hardware import known_hardware
-from meshmuon.polar.orthogonalize import Recipe
+from meshmuon.polar.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

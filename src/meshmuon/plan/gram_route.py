@@ -10,7 +10,7 @@ from meshmuon.layout.matrices import is_cut_along_the_long_side
 from meshmuon.layout.records import Matrix
 from meshmuon.plan.cost import machine_of
 from meshmuon.plan.route import Route
-from meshmuon.polar.orthogonalize import Recipe
+from meshmuon.polar.recipe import Recipe
 
 
 def choose_route(matrix: Matrix, recipe: Recipe, execution: Execution) -> Route:

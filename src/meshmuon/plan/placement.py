@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from meshmuon.config import check_integer
+from meshmuon.checks import check_integer
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.shard_layout import Cut, ShardLayout

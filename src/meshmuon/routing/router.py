@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshmuon.config import check_words
+from meshmuon.checks import check_words
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.names import check_names, normalise_names

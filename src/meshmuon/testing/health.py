@@ -24,7 +24,8 @@ from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.kernels.self_check import CHECKS as KERNELS
 from meshmuon.kernels.self_check import check_kernel
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.orthogonalize import choose_recipe, orthogonalize
+from meshmuon.polar.orthogonalize import orthogonalize
+from meshmuon.polar.recipe import choose_recipe
 from meshmuon.testing.rank_checks import begin, exactness, hand_over, resume
 from meshmuon.testing.ranks import RankPool
 from meshmuon.testing.reference import plain_newton_schulz

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import get_args
 
-from meshmuon.config import LRRule, check_number, check_word
+from meshmuon.checks import check_number, check_word
+from meshmuon.config import LRRule
 
 
 def scale_factor(shape: tuple[int, int], rule: LRRule | None) -> float:

@@ -11,7 +11,8 @@ from meshmuon import Muon, Orthogonalizer
 from meshmuon.kernels import self_check
 from meshmuon.kernels.dispatch import choose_kernels
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.orthogonalize import choose_recipe, orthogonalize_stack
+from meshmuon.polar.orthogonalize import orthogonalize_stack
+from meshmuon.polar.recipe import choose_recipe
 from meshmuon.runtime.offload import StreamedState
 
 SHAPES = {"wide": (48, 80), "tall": (80, 48), "odd": (33, 50), "square": (48, 48)}

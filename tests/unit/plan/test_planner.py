@@ -23,7 +23,7 @@ from meshmuon.plan.calibration import SHORT_SIDES, Calibration, Sample, Work, fi
 from meshmuon.plan.hardware import known_hardware
 from meshmuon.plan.models import MODELS, known_model
 from meshmuon.plan.route import Route
-from meshmuon.polar.orthogonalize import Recipe
+from meshmuon.polar.recipe import Recipe
 
 CPU = torch.device("cpu")
 TORCH = Execution(orthogonalizer=Orthogonalizer(kernels="torch"))

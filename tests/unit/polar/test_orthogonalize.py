@@ -10,7 +10,7 @@ from meshmuon import Muon, Orthogonalizer, orthogonalize
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
 from meshmuon.polar.operations import TorchOperations
-from meshmuon.polar.orthogonalize import choose_recipe
+from meshmuon.polar.recipe import choose_recipe
 from meshmuon.testing import plain_newton_schulz, svd_polar
 
 

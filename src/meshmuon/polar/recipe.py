@@ -1,0 +1,148 @@
+"""How the polar factors of one shape are computed: everything decided once, from shape, device and wishes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from meshmuon.config import Orthogonalizer
+from meshmuon.kernels.dispatch import Dispatch, choose_kernels
+from meshmuon.polar import cost
+from meshmuon.polar.coefficients import Schedule
+from meshmuon.polar.gram import choose_restarts
+
+# The short side from which cuBLAS is as fast with one matrix as with many (benchmarks/NOTES.md).
+_INVARIANT_FROM = 4096
+# Numbers a CPU should take through a step at a time: 1 MB in fp32, so that each pass finds them in the cache.
+_CACHED_NUMBERS = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the polar factors of one shape are computed: everything decided, nothing left to look up.
+
+    Attributes:
+        schedule: One triple per step.
+        form: How the polynomial is evaluated.
+        dtype: What the products are computed in.
+        input_dtype: What matrices arrive in, here or over a wire: fp32 for an iteration in fp32, else bf16 (fp16 would
+            overflow before it is normalised), and fp64 for parameters in fp64.
+        restarts: Where the Gram form starts anew.
+        eps: Guards 0/0.
+        kernels: What products and element-wise work run in, and why.
+        invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
+    """
+
+    schedule: Schedule
+    form: Literal["standard", "gram", "svd"]
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    restarts: tuple[int, ...]
+    eps: float
+    kernels: Dispatch
+    invariant: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether element-wise work runs in kernels of ours."""
+        return self.kernels.fused
+
+    def flops(self, m: int, n: int) -> float:
+        """Count the operations for one m×n matrix (m <= n)."""
+        if self.form == "svd":
+            return cost.svd_flops(m, n)
+        if self.form == "gram":
+            return cost.gram_flops(m, n, schedule=self.schedule, restarts=self.restarts, symmetric=self._symmetric)
+        return cost.standard_flops(m, n, steps=len(self.schedule), symmetric=self._symmetric)
+
+    @property
+    def _symmetric(self) -> bool:
+        return self.kernels.products == "triton"
+
+    def in_gram_space(self) -> Recipe:
+        """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
+        restarts = choose_restarts(self.schedule, self.dtype)
+        kernels = replace(self.kernels, products="torch")
+        return replace(self, form="gram", restarts=restarts, kernels=kernels, invariant=False)
+
+    def workspace_bytes(self, m: int, n: int) -> int:
+        """Bound the memory for one m×n matrix (m <= n)."""
+        return cost.workspace_bytes(
+            m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize, fused=self.fused
+        )
+
+    def batch(self, m: int, n: int, device: torch.device) -> int | None:
+        """Give how many m×n matrices are best taken through a step together; None: as many as fit."""
+        return max(1, _CACHED_NUMBERS // (m * n)) if device.type == "cpu" and m * n else None
+
+    def describe(self) -> str:
+        """Say the form, its restarts and the dtype in a few words."""
+        restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
+        kernels = f" {self.kernels.products} kernels" if self.fused else ""
+        return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
+
+
+def choose_recipe(
+    m: int,
+    n: int,
+    *,
+    schedule: Schedule,
+    orthogonalizer: Orthogonalizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    eps: float,
+    invariant: bool | None = None,
+) -> Recipe:
+    """Decide form, dtype and restarts for matrices of one shape, from the logical shape and the device alone.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        schedule: One triple per step.
+        orthogonalizer: The user's choices, with their "auto"s.
+        device: Where it will be computed.
+        dtype: The dtype of the parameter or input.
+        eps: Guards 0/0.
+        invariant: Whether the bits of a matrix may not depend on its batch; None: where that costs next to nothing. On
+            a CPU they never do.
+
+    Returns:
+        The recipe.
+    """
+    compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
+    chosen = orthogonalizer.restarts
+    orthogonalizer.check_steps(len(schedule))
+    form = orthogonalizer.form
+    kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device)
+    symmetric = kernels.products == "triton"
+    restarts = choose_restarts(schedule, compute, mirrored=symmetric) if chosen == "auto" else chosen
+    if form == "auto":
+        standard = cost.standard_flops(m, n, steps=len(schedule), symmetric=symmetric)
+        gram = cost.gram_flops(m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
+        form = "gram" if gram < standard else "standard"
+    if form == "svd" and compute not in (torch.float32, torch.float64):
+        compute = torch.float32
+    arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
+    return Recipe(
+        schedule=schedule,
+        form=form,
+        dtype=compute,
+        input_dtype=torch.float64 if dtype == torch.float64 else arrives,
+        restarts=restarts if form == "gram" else (),
+        eps=eps,
+        kernels=kernels,
+        invariant=device.type != "cpu" and (symmetric and m >= _INVARIANT_FROM if invariant is None else invariant),
+    )
+
+
+def _compute_dtype(choice: str, *, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    if choice != "auto":
+        result: torch.dtype = getattr(torch, choice)
+        return result
+    if dtype == torch.float64:
+        return torch.float64
+    # bf16 products on most CPUs are 9-28x slower than fp32. On a GPU fp16 costs up to 15 % more than bf16 (it clocks
+    # lower) but rounds 8x finer, so that the Gram form needs one restart instead of two.
+    return torch.float32 if device.type == "cpu" else torch.float16
