@@ -112,8 +112,8 @@ def load_checkpoint(
     Args:
         folder: What `save_checkpoint` made.
         model: The model; written.
-        optimizer: Its optimizer, or several; written. Parameters may be grouped otherwise than they were: a group takes
-            the hyper-parameters its first parameter had.
+        optimizer: Its optimizer, or several; written. Parameters may be grouped otherwise than they were, if those of
+            a group had the same hyper-parameters.
 
     Returns:
         The `extra` that was saved.
@@ -132,7 +132,7 @@ def load_checkpoint(
     except (CheckpointException, *_UNREADABLE) as error:
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=_ANOTHER)) from error
     here: Any = optimizer_state["param_groups"]
-    loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here)}
+    loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here, path)}
     set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=loaded)
     return extra
 
@@ -234,14 +234,25 @@ def _unpacked(packed: Tensor) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return both["param_groups"], both["extra"]
 
 
-def _regrouped(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _regrouped(saved: list[dict[str, Any]], here: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """Saved hyper-parameters in the groups of this optimizer: a layout may need parameters grouped by mesh."""
-    of = {name: group for group in saved for name in group["params"]}
-    kept = ("params", "param_names")
-    return [
-        {**of.get(next(iter(group["params"]), ""), group), **{key: group[key] for key in kept if key in group}}
-        for group in here
-    ]
+    of = {name: _hyperparameters(group) for group in saved for name in group["params"]}
+    result = []
+    for group in here:
+        names = [name for name in group["params"] if name in of]
+        for name in names[1:]:
+            differing = sorted(key for key, value in of[name].items() if value != of[names[0]].get(key))
+            if differing:
+                found = f"{names[0]} and {name}, one group here, saved with different {', '.join(differing)}"
+                raise CheckpointError(
+                    message(f"checkpoint {path}", found=found, do="Group parameters as when it was saved")
+                )
+        result.append({**group, **(of[names[0]] if names else {})})
+    return result
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _room_for_extra(metadata: Metadata) -> Tensor:

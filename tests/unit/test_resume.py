@@ -276,3 +276,16 @@ def test_several_optimizers_grouped_otherwise(tmp_path):
         assert torch.equal(p, q)
         mine, theirs = (next(part.state[x] for part in ps if x in part.state) for ps, x in ((parts, p), (again, q)))
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+def test_one_group_of_what_had_different_rates_is_refused(tmp_path):
+    def pair(*groups):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        named = dict(model.named_parameters())
+        return model, torch.optim.AdamW([{"params": [named[n] for n in names], "lr": lr} for names, lr in groups])
+
+    save_checkpoint(tmp_path / "a", *pair((["0.weight", "0.bias"], 0.1), (["1.weight", "1.bias"], 0.2)))
+    model, opt = pair((["0.weight", "0.bias", "1.weight", "1.bias"], 0.3))
+    with pytest.raises(CheckpointError, match=r"0.weight and 1.weight.*different lr"):
+        load_checkpoint(tmp_path / "a", model, opt)
+    assert opt.param_groups[0]["lr"] == 0.3
