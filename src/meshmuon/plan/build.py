@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,10 +222,15 @@ def _at_once(matrix: Matrix, recipe: Recipe, execution: Execution, *, in_flight:
 def _local_buckets(
     matrices: Sequence[Matrix], recipe: Recipe, execution: Execution, *, beside_others: bool
 ) -> list[Bucket]:
-    """A local bucket never waits: without others under way it may take the whole workspace."""
+    """A local bucket never waits: without others under way it may take the whole workspace.
+
+    Buckets are of nearly equal size: a small last one would leave most of a GPU idle.
+    """
     first = matrices[0]
     limit = _at_once(first, recipe, execution, in_flight=execution.max_in_flight if beside_others else 1)
     limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
+    total = max(1, sum(matrix.count for matrix in matrices))
+    limit = math.ceil(total / math.ceil(total / limit))
     filled: list[list[Matrix]] = []
     room = 0
     small = [dataclasses.replace(matrix, block=block) for matrix in matrices for block in matrix.block.cut(limit)]

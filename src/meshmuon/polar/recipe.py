@@ -13,8 +13,9 @@ from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import choose_restarts
 
-# The short side from which cuBLAS is as fast with one matrix as with many (benchmarks/NOTES.md).
-_INVARIANT_FROM = 4096
+# The short side from which one matrix at a time in cuBLAS costs a step at most 5 % more than many (2.9 % measured at
+# 2048, nothing at 4096, 7 % at 1408: benchmarks/NOTES.md).
+_INVARIANT_FROM = 2048
 # Numbers a CPU should take through a step at a time: 1 MB in fp32, so that each pass finds them in the cache.
 _CACHED_NUMBERS = 2**18
 

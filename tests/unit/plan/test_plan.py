@@ -286,6 +286,15 @@ def test_local_buckets_fit_the_workspace_too(shape, view):
         assert plan.computed_here(bucket) * each <= 8 * each, "a local bucket is alone: it may take all of it"
 
 
+@pytest.mark.parametrize(("count", "cut"), [(24, [12, 12]), (25, [9, 9, 7]), (12, [12]), (1, [1])])
+def test_local_buckets_are_of_nearly_equal_size(count, cut):
+    """Not 12, 12 and 1: a GPU would be idle in the last."""
+    alike = [parameter(f"p{i}", (32, 48)) for i in range(count)]
+    each = plan_for(lambda rank: alike[:1], 0, 1).buckets[0].bytes
+    plan = plan_for(lambda rank: alike, 0, 1, workspace_bytes=12 * each)
+    assert [len(bucket.matrices) for bucket in plan.buckets] == cut
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3, 4])
 def test_as_many_buckets_as_may_be_in_flight_fit_the_workspace_together(max_in_flight, sharded):
