@@ -217,3 +217,14 @@ def test_checkpoint_with_raw_wrapper_names_loads_and_another_models_does_not() -
     state["param_groups"][0]["param_names"][0] = "module.fc9.weight"
     with pytest.raises(CheckpointError, match=r"no parameter called fc1.weight; it has fc9.weight"):
         other.load_state_dict(state)
+
+
+def test_checkpoint_of_a_deeper_or_shallower_model_says_which_layers_differ() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    shallow = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
+    settings = {"overrides": {"*": "muon"}, "lr": 0.02}
+    one, other = Muon(deep, **settings), Muon(shallow, **settings)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has also 2\.weight"):
+        other.load_state_dict(one.state_dict())
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no 2\.weight"):
+        one.load_state_dict(other.state_dict())

@@ -48,10 +48,10 @@ def added_grams(grams: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[T
         exponents: For each rank, (batch,).
 
     Returns:
-        The sum times 4^-e, and e.
+        The sum times 4^-e in fp64, and e.
     """
     largest = torch.stack(list(exponents)).amax(dim=0)
-    total = torch.zeros_like(grams[0])
+    total = torch.zeros_like(grams[0], dtype=torch.float64)  # the sum over many ranks must not lose what each has sent
     for gram, exponent in zip(grams, exponents, strict=True):
         total.add_(gram * torch.exp2((exponent - largest) * 2)[:, None, None])
     return total, largest
@@ -61,7 +61,7 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
     """Find the factors whose product takes each matrix to its polar factor.
 
     Args:
-        gram: (batch, m, m) in fp32.
+        gram: (batch, m, m) in fp64.
         recipe: The schedule, its restarts, and the dtype factors are rounded to.
 
     Returns:
