@@ -75,11 +75,12 @@ class Display:
             return
         self._header_is_out = True
         corpus, config = record.corpus, record.config
+        passes = config.steps * config.batch * config.model.context / corpus.train_bytes
         self._console.print(f"corpus   {corpus.label}: {corpus.train_bytes:,} bytes to learn,", soft_wrap=True)
         self._console.print(f"         {corpus.validation_bytes:,} held out, sha256 {corpus.sha256[:12]}")
         self._console.print(
             f"model    {record.parameters:,} parameters, initial weights sha256 {record.weights_sha256[:12]}\n"
-            f"batch    {config.batch} windows of {config.model.context} bytes, {config.steps} steps\n"
+            f"batch    {config.batch} windows of {config.model.context} bytes, {config.steps} steps: {passes:.1f} times the corpus\n"
             f"device   {config.device}, {record.layout}, torch {record.torch_version}\n"
             "loss     on held-out bytes, in nats per byte\n"
         )

@@ -9,6 +9,8 @@ from typing import Any
 from meshmuon.cli.outcomes import Outcome, Point
 from meshmuon.cli.settings import LABELS
 
+_NOISE = 0.01  # of a validation loss, relative: what one measurement may lie above another by chance
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
@@ -114,6 +116,7 @@ def verdict(outcomes: Sequence[Outcome], *, challenger: str = "muon", baseline: 
     else:
         lost = f"in {len(pairs) - len(winners)} of {len(pairs)} seeds " if len(pairs) > 1 else ""
         lines.append(f"{ours} did NOT reach the final loss of {theirs} {lost}in as many steps: AdamW wins here.")
+    lines.extend(filter(None, map(_risen, outcomes)))
     if len(pairs) == 1:
         lines.append("One seed: a small difference may be chance. --seeds 3 tells the spread.")
     elif abs(statistics.fmean(gaps)) < 2 * statistics.stdev(gaps) / math.sqrt(len(gaps)):
@@ -135,6 +138,15 @@ def _speed(pairs: Sequence[Race], ours: str, theirs: str) -> str:
         f"{ours} needed {steps:.0f} steps for the loss that {theirs} had after {all_steps:.0f} "
         f"({steps / all_steps:.0%}), {in_time}, by the median step of each."
     )
+
+
+def _risen(outcome: Outcome) -> str | None:
+    """Say it where a run would have done better with fewer steps: its last loss is no measure of the optimizer."""
+    step, lowest, _ = min(outcome.curve, key=lambda point: point[1])
+    if outcome.stopped or outcome.loss <= lowest * (1 + _NOISE):
+        return None
+    name = f"{LABELS[outcome.config.optimizer.name]}, seed {outcome.config.seed}"
+    return f"{name}: the loss was lowest after {step} steps ({lowest:.3f}) and has risen since. Take fewer steps, or more text."
 
 
 def _mean(losses: Sequence[float]) -> str:

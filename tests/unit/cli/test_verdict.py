@@ -87,3 +87,10 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError):
         outcome("mun", 1.0)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_has_risen_is_said_and_noise_is_not() -> None:
+    risen = verdict([outcome("muon", 5.0, 2.0, 2.2), outcome("adamw", 5.0, 3.0, 2.9)])
+    assert any("meshmuon.Muon, seed 0: the loss was lowest after 100 steps (2.000)" in line for line in risen)
+    steady = verdict([outcome("muon", 5.0, 2.0, 2.01), outcome("adamw", 5.0, 3.0, 2.9)])
+    assert not any("lowest" in line for line in steady)
