@@ -80,7 +80,8 @@ class Display:
         self._console.print(f"         {corpus.validation_bytes:,} held out, sha256 {corpus.sha256[:12]}")
         self._console.print(
             f"model    {record.parameters:,} parameters, initial weights sha256 {record.weights_sha256[:12]}\n"
-            f"batch    {config.batch} windows of {config.model.context} bytes, {config.steps} steps: {passes:.1f} times the corpus\n"
+            f"batch    {config.batch} windows of {config.model.context} bytes, {config.steps} steps, "
+            f"{passes:.1f} times the corpus\n"
             f"device   {config.device}, {record.layout}, torch {record.torch_version}\n"
             "loss     on held-out bytes, in nats per byte\n"
         )

@@ -146,7 +146,8 @@ def _risen(outcome: Outcome) -> str | None:
     if outcome.stopped or outcome.loss <= lowest * (1 + _NOISE):
         return None
     name = f"{LABELS[outcome.config.optimizer.name]}, seed {outcome.config.seed}"
-    return f"{name}: the loss was lowest after {step} steps ({lowest:.3f}) and has risen since. Take fewer steps, or more text."
+    seen = f"{name}: the loss was lowest after {step} steps ({lowest:.3f}) and has risen since."
+    return f"{seen} Take fewer steps, or more text."
 
 
 def _mean(losses: Sequence[float]) -> str:
