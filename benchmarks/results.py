@@ -24,7 +24,7 @@ Made by `make results` from the JSON files in [results](results). Each number is
 of the validation loss in nats per byte, lower is better. Runs that are compared begin with the same weights (their
 sha256 is checked), see the same batches under the same schedule (linear warmup, cosine to 10 %), and decay weights
 alike: 0.1 on matrices, embedding and head, none on norms. AdamW is torch's fused one with betas (0.9, 0.95). Learning
-rates are chosen by a sweep on seeds 0, 1, 2 and judged on seeds 10, 11, 12.
+rates are chosen by a sweep on seeds 0, 1, 2 (seed 0 alone where a number has no ±) and judged on seeds 10, 11, 12.
 
 To run an experiment again: `python -m meshmuon.cli.sweep --experiment NAME --size SIZE` (torch alone is enough), or
 `meshmuon train --experiment NAME`. `make train` is one comparison on your own machine.

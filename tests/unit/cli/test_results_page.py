@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from benchmarks.results import draw, page
+import pytest
+from benchmarks.results import FOLDER, draw, page
 
-from meshmuon.cli.outcomes import Outcome, Results
-from meshmuon.cli.settings import OptimizerConfig, TrainConfig, preset
+from meshmuon.cli.outcomes import Outcome, Results, best_rates, load_results
+from meshmuon.cli.settings import SIZES, OptimizerConfig, SizeName, TrainConfig, preset
 
 CORPUS = {"source": "a corpus", "sha256": "0123456789abcdef"}
 
@@ -51,3 +52,12 @@ def test_seconds_of_runs_beside_each_other_are_not_told(tmp_path: Path) -> None:
     assert "had the final loss of torch.optim.AdamW after 75% of its 200 steps" in text
     assert "| seconds |" not in text and " s instead" not in text
     assert "6 runs at a time" in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_default_rates_are_the_best_of_the_sweep_of_that_size(size: SizeName) -> None:
+    path = FOLDER / f"sweep-{size}.json"
+    assert best_rates(path) == SIZES[size].lr
+    assert {(o.config.steps, o.config.batch) for o in load_results(path).outcomes} == {
+        (SIZES[size].steps, SIZES[size].batch)
+    }
