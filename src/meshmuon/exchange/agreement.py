@@ -6,9 +6,11 @@ host never waits; who was to blame is looked up when the answer has arrived by i
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from meshmuon.errors import (
     warn_user,
 )
 from meshmuon.exchange.peers import AgreedRefusalError, Peers, Row
+
+_ELSEWHERE = "a parameter of another mesh"
 
 
 @dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
@@ -67,9 +71,9 @@ class _Report:
         step: Which step it is about.
         names: The parameters.
         bad: For each, whether a gradient was not usable on any rank; one more for anything on a connected mesh.
-        torn: For each, whether some ranks had a gradient and some had none.
-        differing: For each, whether its hyper-parameters were not the same on all ranks.
-        overflow: Whether GradScaler saw an overflow.
+        torn: For each, whether some ranks had a gradient and some had none; None for a rank that is alone.
+        differing: For each, whether its hyper-parameters were not the same on all ranks; likewise.
+        overflow: Whether GradScaler saw an overflow; None if it is not there.
         arrived: When it is here; None if it is.
         present: For each, whether any rank has a gradient; None if nobody was asked.
         refusal: What was wrong on this rank, if it was this one.
@@ -78,12 +82,25 @@ class _Report:
     step: int
     names: tuple[str, ...]
     bad: Tensor
-    torn: Tensor
-    differing: Tensor
-    overflow: Tensor
+    torn: Tensor | None = None
+    differing: Tensor | None = None
+    overflow: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     present: Tensor | None = None
     refusal: Exception | None = None
+
+    def go(self) -> Tensor:
+        """Whether the step happens, as a flag on the device."""
+        wrong = [row.any() for row in (self.bad, self.torn, self.differing) if row is not None]
+        if self.overflow is not None:
+            wrong.append(self.overflow != 0)
+        return ~(wrong[0] if len(wrong) == 1 else torch.stack(wrong).any())
+
+    def named(self, row: Tensor | None) -> list[str]:
+        """The parameters a row is about, or what stands for them where the last of it, a connected mesh, is meant."""
+        if row is None or not bool(row.any()):
+            return []
+        return [name for name, told in zip(self.names, row.tolist(), strict=False) if told] or [_ELSEWHERE]
 
 
 class Agreement:
@@ -95,6 +112,7 @@ class Agreement:
         self._skipped = 0
         self._overflows = 0
         self._on_their_way: deque[_Report] = deque()
+        self._limits: tuple[torch.device | None, list[float], Tensor] = (None, [], torch.empty(0))
 
     def check(
         self, watched: Sequence[Watched], *, peers: Peers, found_inf: Tensor | None, unscale: Tensor | None
@@ -127,23 +145,22 @@ class Agreement:
         report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
         if report.bad.device.type == "cpu" or self._policy == "raise" or self._steps == 1:
             return Verdict(go=self._account(report, watched, peers), present=report.present)
-        flag = ~(report.bad.any() | report.torn.any() | report.differing.any()) & (report.overflow == 0)
         self._on_their_way.append(_sent(report))
-        return Verdict(go=True, flag=flag, present=report.present)
+        return Verdict(go=True, flag=report.go(), present=report.present)
 
     def _report(
         self, watched: Sequence[Watched], peers: Peers, *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
     ) -> _Report:
         grads = [w.grad for w in watched if w.grad is not None]
         device = grads[0].device if grads else (torch.device("cpu") if found_inf is None else found_inf.device)
-        bad = (
-            _unusable(watched, device, unscale) if read else torch.zeros(len(watched), dtype=torch.bool, device=device)
-        )
-        overflow = torch.zeros((), device=device) if found_inf is None else found_inf.to(device, torch.float32)
+        if read:
+            bad = _unusable(watched, self._limits_on(device, watched), unscale)
+        else:
+            bad = torch.zeros(len(watched), dtype=torch.bool, device=device)
+        overflow = None if found_inf is None else found_inf.to(device, torch.float32)
         names = tuple(w.name for w in watched)
         if peers.alone:
-            none = torch.zeros_like(bad)
-            return _Report(self._steps, names, bad, none, none, overflow)
+            return _Report(self._steps, names, bad, overflow=overflow)
         told = peers.combine(_status(watched, bad, overflow, peers.settings_hashes()))
         bad, absent, present, refused, scaled, new_plan = told[: Row.SETTINGS].bool()
         differing = told[Row.SETTINGS] != -told[Row.MINUS_SETTINGS]
@@ -164,13 +181,19 @@ class Agreement:
         overflow = beyond[3].float()
         return _Report(self._steps, names, bad, torn, differing, overflow, present=present, refusal=refusal)
 
+    def _limits_on(self, device: torch.device, watched: Sequence[Watched]) -> Tensor:
+        """The largest magnitudes on a device: the same from step to step, so brought there once."""
+        largest = [w.largest for w in watched]
+        if (device, largest) != self._limits[:2]:
+            self._limits = (device, largest, _on(device, largest))
+        return self._limits[2]
+
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
         mine = next((w.refused for w in watched if w.refused is not None), None)
         if mine is not None:
             raise AgreedRefusalError(mine)
         names = [w.name for w, elsewhere in zip(watched, refused.tolist(), strict=True) if elsewhere]
-        what = some(names) or "a parameter of another mesh"
-        found = f"another rank cannot use the gradient of {what}, or its qk_logits"
+        found = f"another rank cannot use the gradient of {some(names or [_ELSEWHERE])}, or its qk_logits"
         do = "Nothing was changed. That rank says why"
         raise GradientMismatchError(message(f"step {self._steps}", found=found, do=do))
 
@@ -199,23 +222,21 @@ class Agreement:
 
     def _account(self, report: _Report, watched: Sequence[Watched] | None = None, peers: Peers | None = None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
-        if bool(report.differing.any()):
-            odd = [name for name, differs in zip(report.names, report.differing.tolist(), strict=False) if differs]
-            found = f"not the same hyper-parameters on all ranks for {some(odd) or 'a parameter of another mesh'}"
+        if odd := report.named(report.differing):
+            found = f"not the same hyper-parameters on all ranks for {some(odd)}"
             do = "Nothing was changed. Set lr and all else alike on every rank"
             raise PlanMismatchError(message(f"step {report.step}", found=found, do=do))
-        torn = [name for name, split in zip(report.names, report.torn.tolist(), strict=False) if split]
-        if bool(report.torn.any()):
-            text = self._torn_message(report.step, torn or ["a parameter of another mesh"], watched, peers)
+        if torn := report.named(report.torn):
+            text = self._torn_message(report.step, torn, watched, peers)
             # This rank's own reason says more; but it is asked with the others, who wait for its answer.
             raise GradientMismatchError(text if report.refusal is None else str(report.refusal)) from report.refusal
-        if bool(report.overflow.item()):
+        if report.overflow is not None and bool(report.overflow.item()):
             self._overflows += 1  # GradScaler expects these and lowers its scale: no reason to warn
             return False
-        if not bool(report.bad.any()):
+        bad = report.named(report.bad)
+        if not bad:
             return True
-        bad = [name for name, unusable in zip(report.names, report.bad.tolist(), strict=False) if unusable]
-        found = f"NaN, inf or numbers too large in the gradient of {some(bad) or 'a parameter of another mesh'}"
+        found = f"NaN, inf or numbers too large in the gradient of {some(bad)}"
         if self._policy == "raise":
             do = "Nothing was changed. Look at the loss and the inputs of this step"
             raise NonFiniteGradientError(message(f"step {report.step}", found=found, do=do))
@@ -237,30 +258,32 @@ class Agreement:
         return message(f"step {step}", found=found, do=do)
 
 
-def _unusable(watched: Sequence[Watched], device: torch.device, unscale: Tensor | None) -> Tensor:
+def _unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None) -> Tensor:
     """One bool per parameter: whether its arithmetic could not take some magnitude. NaN fails any comparison."""
-    alike: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, item in enumerate(watched):
         if item.grad is not None and item.grad.numel():
-            alike.setdefault((item.grad.device, item.grad.dtype, item.largest), []).append(i)
+            alike.setdefault((item.grad.device, item.grad.dtype), []).append(i)
+    device = limits.device
     found = torch.zeros(len(watched), dtype=torch.bool, device=device)
-    for (_, _, largest), indices in alike.items():
-        peaks = torch._foreach_norm([watched[i].grad.detach() for i in indices], float("inf"))  # type: ignore[union-attr]
-        peak = torch.stack(peaks).to(torch.promote_types(peaks[0].dtype, torch.float32))
-        peak = peak if unscale is None else peak * unscale.to(peak.device, peak.dtype)
-        unusable = (~(peak <= largest)).to(device, non_blocking=True)
+    for (_, dtype), indices in alike.items():
+        peaks = torch._foreach_norm([watched[i].grad for i in indices], float("inf"))  # type: ignore[misc]
+        peak = torch.stack(peaks).to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+        peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
         if len(indices) == len(watched):
-            return unusable
-        found[_on(device, indices)] = unusable
+            return ~(peak <= limits)
+        here = _on(device, indices)
+        found[here] = ~(peak <= limits[here])
     return found
 
 
-def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Bring whole numbers to a device without waiting for it."""
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def _on(device: torch.device, numbers: Sequence[float]) -> Tensor:
+    """Bring numbers to a device without waiting for it; floats as fp64."""
+    dtype = torch.float64 if isinstance(numbers[0], float) else None
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor, settings: Sequence[int]) -> Tensor:
+def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor | None, settings: Sequence[int]) -> Tensor:
     """What this rank has to tell: a row of numbers for each `Row`. Brought to the device without waiting for it."""
     known = [
         [w.shared and w.grad is None and not w.may_lack for w in watched],
@@ -272,19 +295,21 @@ def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor, settings:
     ]
     host = torch.tensor(known, dtype=torch.int32, pin_memory=bad.is_cuda)
     absent, present, refused, new_plan, plus, minus = host.to(bad.device, non_blocking=True)
-    scaled = overflow.ne(0).expand(len(watched)).to(torch.int32)
+    scaled = torch.zeros_like(absent) if overflow is None else overflow.ne(0).expand(len(watched)).to(torch.int32)
     return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, plus, minus])
 
 
 def _sent(report: _Report) -> _Report:
     """Start the copy of a report to the host. Pinned memory: a copy to any other waits for the device."""
 
-    def to_host(tensor: Tensor) -> Tensor:
+    def to_host(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
-    answers = [to_host(each) for each in (report.bad, report.torn, report.differing, report.overflow)]
+    fields = ("bad", "torn", "differing", "overflow")
+    answers: dict[str, Any] = {name: to_host(getattr(report, name)) for name in fields}
     arrived = torch.cuda.Event() if report.bad.is_cuda else None
     if arrived is not None:
         arrived.record()
-    bad, torn, differing, overflow = answers
-    return _Report(report.step, report.names, bad, torn, differing, overflow, arrived, refusal=report.refusal)
+    return dataclasses.replace(report, **answers, arrived=arrived, present=None)

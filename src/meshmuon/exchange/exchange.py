@@ -50,6 +50,7 @@ class Exchange:
         self._groups = groups
         self._rank = rank
         self._tables: dict[int, Transfer] = {}
+        self._places: dict[int, tuple[Bucket, list[Place]]] = {}
 
     def places(self, bucket: Bucket) -> list[Place]:
         """Give the place of each matrix of a bucket in the flat buffers that `gather` takes and `scatter` gives.
@@ -64,8 +65,13 @@ class Exchange:
             table = self.table(bucket)
             pairs = zip(table.out.offsets, table.back.offsets, strict=True)
             return [Place(out, back) for out, back in pairs if back is not None]
+        known, places = self._places.get(bucket.number, (None, []))
+        if known is bucket:  # and not a smaller one, because some matrices have no gradient in this step
+            return places
         starts = list(itertools.accumulate((self._held(bucket, matrix) for matrix in bucket.matrices), initial=0))
-        return [Place(start, start) for start in starts[:-1]]
+        places = [Place(start, start) for start in starts[:-1]]
+        self._places[bucket.number] = (bucket, places)
+        return places
 
     def _held(self, bucket: Bucket, matrix: Matrix) -> int:
         """How many numbers of a matrix that does not travel lie here."""

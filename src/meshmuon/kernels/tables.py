@@ -189,16 +189,16 @@ def _is_aligned(slot: Slot) -> bool:
     return all(number % _VECTOR == 0 for number in numbers)
 
 
-def _addresses(slots: Sequence[Slot]) -> list[tuple[int, ...]]:
+def _addresses(slots: Sequence[Slot]) -> list[tuple[object, ...]]:
     return [
         (slot.param.data_ptr(), slot.buffer.data_ptr(), *(() if slot.grad is None else _whereabouts(slot.grad)))
         for slot in slots
     ]
 
 
-def _whereabouts(grad: Tensor) -> tuple[int, ...]:
-    """Address and strides: autograd may give a gradient other strides than it had the step before."""
-    return (grad.data_ptr(), *grad.stride())
+def _whereabouts(grad: Tensor) -> tuple[object, ...]:
+    """Address, dtype and strides: a gradient may have others than the one that lay there the step before."""
+    return (grad.data_ptr(), grad.dtype, *grad.stride())
 
 
 def _rows(slots: Sequence[Slot]) -> list[list[int]]:

@@ -29,6 +29,7 @@ class Block:
     col_shape: tuple[int, ...]
     lead_index: tuple[int, ...] = ()
     lead_ranges: tuple[tuple[int, int], ...] = ()
+    whole: bool = False  # nothing is left out or turned: `select` gives the tensor itself, at no cost
 
     def cut(self, at_most: int) -> list[Block]:
         """Cut a stack into smaller ones along its leading dims.
@@ -46,7 +47,7 @@ class Block:
             step = min(size, max(1, at_most // math.prod(self.lead_shape[dim + 1 :])))
             per_dim.append([(start, min(start + step, size)) for start in range(0, size, step)])
         return [
-            replace(self, lead_shape=tuple(stop - start for start, stop in ranges), lead_ranges=ranges)
+            replace(self, lead_shape=tuple(stop - start for start, stop in ranges), lead_ranges=ranges, whole=False)
             for ranges in itertools.product(*per_dim)
         ]
 
@@ -69,13 +70,15 @@ class Block:
         Returns:
             A view of shape lead + rows + cols.
         """
+        if self.whole:
+            return tensor
         view = self.view
         if self.lead_index:
             tensor = tensor[self.lead_index]
         lead = tensor.ndim - 2 if view.experts else 0
         if view.transposed:
             tensor = tensor.transpose(lead, lead + 1)
-        if self.rows != (0, tensor.shape[lead]):  # every call counts: a step asks for each tensor of a model
+        if self.rows != (0, tensor.shape[lead]):
             tensor = tensor.narrow(lead, self.rows[0], self.rows[1] - self.rows[0])
         if not view.flatten and self.cols != (0, tensor.shape[lead + 1]):
             tensor = tensor.narrow(lead + 1, self.cols[0], self.cols[1] - self.cols[0])

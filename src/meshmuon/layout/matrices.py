@@ -146,8 +146,10 @@ def _stored(held: tuple[Interval, ...], wanted: Interval) -> Interval:
 def _local_block(
     view: MatrixView, parameter: ParameterRecord, rows: Interval, cols: Interval, index: tuple[int, ...]
 ) -> Block:
-    rest = view.col_dims(len(parameter.shape))
-    col_shape = tuple(parameter.local_shape[dim] for dim in rest) if view.flatten else (cols[1] - cols[0],)
+    stored, ndim = parameter.local_shape, len(parameter.shape)
+    rest = tuple(stored[dim] for dim in view.col_dims(ndim))
+    col_shape = rest if view.flatten else (cols[1] - cols[0],)
+    everything = ((0, stored[view.row_dim(ndim)]), (0, math.prod(rest)))
     return Block(
         view=view,
         rows=rows,
@@ -156,4 +158,5 @@ def _local_block(
         row_shape=(rows[1] - rows[0],),
         col_shape=col_shape,
         lead_index=index,
+        whole=not index and not view.transposed and (rows, cols) == everything,
     )

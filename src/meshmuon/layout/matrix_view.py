@@ -115,6 +115,8 @@ class MatrixView:
         lead, out, rest = self._dims(name, shape)
         if self.heads is not None:
             lead += (self.heads,)
+        everything = ((0, out), (0, math.prod(rest)))
+        as_stored = self.heads is None and not self.transposed
         return tuple(
             Block(
                 view=self,
@@ -123,6 +125,7 @@ class MatrixView:
                 lead_shape=lead,
                 row_shape=((rows[1] - rows[0]) // self._heads_on("rows"),),
                 col_shape=rest if self.flatten else ((cols[1] - cols[0]) // self._heads_on("cols"),),
+                whole=as_stored and (rows, cols) == everything,
             )
             for rows in _intervals(name, "split_rows", self.split_rows, out)
             for cols in _intervals(name, "split_cols", self.split_cols, math.prod(rest))

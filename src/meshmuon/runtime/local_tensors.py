@@ -156,11 +156,12 @@ class LocalTensors:
             One record per matrix.
         """
         items = []
-        for matrix, place in zip(bucket.matrices, places, strict=True):
-            param = self._parameter(matrix.parameter)
-            select = matrix.block.select
-            grad = None if param.grad is None else select(local(param.grad))
-            buffer = self._momentum(matrix)
+        params = self._param_groups[bucket.group]["params"]
+        for matrix, place in zip(bucket.matrices, places, strict=True):  # every call counts: a model has many matrices
+            param = params[matrix.parameter.position]
+            select, grad = matrix.block.select, param.grad
+            grad = None if grad is None else select(local(grad))
+            buffer = select(local(self._state[param]["momentum_buffer"]))
             items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, place, grad is not None))
         return items
 

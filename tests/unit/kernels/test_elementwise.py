@@ -331,3 +331,15 @@ def test_sabotage_is_noticed(broken):
     }[broken]
     with mock.patch.object(elementwise_tiles, broken, replacement), pytest.raises(AssertionError):
         check()
+
+
+def test_a_table_is_not_current_for_a_gradient_of_another_dtype_at_the_same_address():
+    memory = torch.zeros(64, 64)
+    param, buffer = torch.zeros(64, 64), torch.zeros(64, 64)
+    settings = {"param": param, "buffer": buffer, "input_offset": 0, "direction_offset": 0, "turned": False}
+    first = [Slot(grad=memory, padded=(64, 64), **settings)]
+    ((table, _),) = build_tables(first)
+    assert table.is_current(first)
+    half = memory.view(-1)[: 64 * 32].view(torch.bfloat16).view(64, 64)
+    assert half.data_ptr() == memory.data_ptr() and half.stride() == memory.stride()
+    assert not table.is_current([Slot(grad=half, padded=(64, 64), **settings)])
