@@ -39,6 +39,7 @@ def max_logits(
     Args:
         q: (..., heads, positions, head_dim).
         k: (..., k heads, positions, head_dim); each k head belongs to the same number of q heads, one after the other.
+            What comes before the heads broadcasts.
         scale: What q·k is multiplied with; None: 1/sqrt(head_dim).
         causal: Whether position i sees positions up to i only.
         mask: True where a position may be seen, or numbers that are added to the scaled logits.
@@ -53,7 +54,7 @@ def max_logits(
     q, k = local(q), local(k)
     check_integer("max_logits(chunk=)", chunk, low=1)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("max_logits(scale=)", scale, low=-float("inf"))
-    _check_shapes(q, k)
+    q, k = _broadcast(q, k)
     heads, length, seen = q.shape[-3], q.shape[-2], k.shape[-2]
     if mask is not None:
         mask = _fitting(local(mask), (*q.shape[:-1], seen))
@@ -74,12 +75,16 @@ def max_logits(
     return result
 
 
-def _check_shapes(q: Tensor, k: Tensor) -> None:
-    fits = q.ndim >= 3 and q.ndim == k.ndim and q.shape[:-3] == k.shape[:-3] and q.shape[-1] == k.shape[-1]
-    if not fits or not q.numel() or not k.numel() or q.shape[-3] % k.shape[-3]:
+def _broadcast(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    lead: tuple[int, ...] | None = None
+    with contextlib.suppress(RuntimeError):  # they do not broadcast
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
+    fits = lead is not None and q.ndim >= 3 and k.ndim >= 3 and q.shape[-1] == k.shape[-1]
+    if lead is None or not fits or not q.numel() or not k.numel() or q.shape[-3] % k.shape[-3]:
         found = f"q of shape {tuple(q.shape)}, k of shape {tuple(k.shape)}"
         do = "Give (..., heads, positions, head_dim), not empty, with as many q heads for each k head"
         raise ValueError(message("max_logits", found=found, do=do))
+    return q.expand(*lead, *q.shape[-3:]), k.expand(*lead, *k.shape[-3:])
 
 
 def _fitting(mask: Tensor, shape: tuple[int, ...]) -> Tensor:

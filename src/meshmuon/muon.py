@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshmuon._compat import run_eagerly
-from meshmuon.checkpoint import load_checked
+from meshmuon.checkpoint import CheckValues, check_state_dict, load_checked
 from meshmuon.checks import check_lr
 from meshmuon.config import (
     Execution,
@@ -37,6 +38,7 @@ from meshmuon.groups import (
     complete_group,
     declare_shards,
     group_defaults,
+    read_once,
     refuse_keywords,
 )
 from meshmuon.layout.homes import Homes
@@ -257,15 +259,25 @@ class Muon(Optimizer):
         """
         index = len(self.param_groups)
         orthogonalizer = self._execution.orthogonalizer
+        param_group = read_once(param_group)
         group = complete_group(param_group, self._group_defaults, orthogonalizer=orthogonalizer, index=index)
-        declare_shards(param_group, self._layouts, index=index)
-        check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
-        allowed = set(group)
-        super().add_param_group(group)
-        for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other algorithm
-            self.param_groups[-1].pop(key, None)
-        if hasattr(self, "_preparation"):  # not while the constructor adds its own
+        with self._layouts.undone_on_error():
+            declare_shards(param_group, self._layouts, index=index)
+            check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
+            allowed = set(group)
+            super().add_param_group(group)
+            for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other one
+                self.param_groups[-1].pop(key, None)
+            if hasattr(self, "_preparation"):  # not while the constructor adds its own
+                self._ready_with_last_group()
+
+    def _ready_with_last_group(self) -> None:
+        """Plan with a group that was just added, or be as before."""
+        try:
             self._ready()
+        except Exception:
+            del self.param_groups[-1]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state in torch's form: `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
@@ -290,15 +302,31 @@ class Muon(Optimizer):
             complete_state_(
                 self.state, self.param_groups, on_host=self._offloaded
             )  # until owners have taken their parts
-        check = partial(check_values, orthogonalizer=self._execution.orthogonalizer)
         try:
-            load_checked(self, state_dict, check=check, load=super().load_state_dict, on_host=self._offloaded)
+            load_checked(
+                self, state_dict, check=self._check_values, load=super().load_state_dict, on_host=self._offloaded
+            )
         except CheckpointError:
             if self._ready().owned is not None:
                 leave_empty_(self.state)
             raise
         self._preparation.state_was_loaded()
         self._ready()
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse what `load_state_dict` would refuse, and change nothing.
+
+        Args:
+            state_dict: The saved state.
+
+        Raises:
+            CheckpointError: Names what does not fit.
+        """
+        check_state_dict(state_dict, self.param_groups, check=self._check_values)
+
+    @property
+    def _check_values(self) -> CheckValues:
+        return partial(check_values, orthogonalizer=self._execution.orthogonalizer)
 
     def offload_state(self, on: bool = True) -> None:
         """Move all state to host memory, or back to the parameters' devices, now. Repeating it does nothing.
@@ -341,8 +369,10 @@ class Muon(Optimizer):
         return {**measured, **self._agreement.counts(), **ready.heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {name: self.__dict__[name] for name in _OURS}
-        return {**super().__getstate__(), **ours}
+        ready = self._ready()
+        with ready.whole_state_in(self.state):  # under grad_sync it is with its owners
+            ours = {name: self.__dict__[name] for name in _OURS}
+            return {**super().__getstate__(), **ours, "state": copy.copy(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -13,6 +13,7 @@ from meshmuon.config import Execution
 from meshmuon.errors import message
 from meshmuon.kernels.availability import has_triton
 from meshmuon.layout.matrix_view import MatrixView
+from meshmuon.layout.names import normalise_names
 from meshmuon.plan.build import PolarSettings
 from meshmuon.plan.hardware import Hardware, known_hardware
 from meshmuon.plan.job import Job
@@ -139,7 +140,7 @@ def _views(model: Any, overrides: Overrides) -> Overrides:
         return overrides
     views = {
         name: MatrixView.of(value[1])
-        for name, value in model.items()
+        for name, value in zip(normalise_names(model), model.values(), strict=True)
         if len(value) == 2 and not isinstance(value[0], int)
     }
     if not views:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from meshmuon.errors import CheckpointError, message, some
 from meshmuon.exchange.refusals import first_problem, side_group
+from meshmuon.muon import Muon
 
 _UNFINISHED = ".unfinished"
 _ITS_MODEL = "Load it into the model it was made of"
@@ -91,12 +92,13 @@ def save_checkpoint(
             dcp.save(everything, storage_writer=writer)
         return None
     _PENDING.add(path)
-    future: Any = dcp.async_save(
-        everything,
-        storage_writer=writer,
-        process_group=side_group(),
-        async_checkpointer_type=AsyncCheckpointerType.THREAD,
-    )
+    with _quiet():
+        future: Any = dcp.async_save(
+            everything,
+            storage_writer=writer,
+            process_group=side_group(),
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+        )
     future.add_done_callback(lambda _: _PENDING.discard(path))
     return future
 
@@ -133,6 +135,7 @@ def load_checkpoint(
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=_ANOTHER)) from error
     here: Any = optimizer_state["param_groups"]
     loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here, path)}
+    _refuse_together(lambda: _check_groups(optimizer, loaded))
     set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=loaded)
     return extra
 
@@ -204,14 +207,20 @@ def _ready_to_save(path: Path, groups: list[dict[str, Any]], extra: dict[str, An
     if path.exists() or path in _PENDING:
         found = "already there" if path.exists() else "being written: an earlier save to it has not finished"
         raise CheckpointError(message(f"folder {path}", found=found, do="Save every step to its own"))
-    packed = _packed(groups, extra)
+    for key, value in extra.items():
+        if not _comes_back(value):
+            found = f"a {type(value).__name__} that could not be loaded again"
+            do = "Use numbers, strings, tensors, and lists, tuples and dicts of these"
+            raise CheckpointError(message(f"extra[{key!r}]", found=found, do=do))
+    return _packed(groups, extra)
+
+
+def _comes_back(value: object) -> bool:
     try:
-        _unpacked(packed)
-    except _UNREADABLE as error:
-        found = f"something that could be saved but not loaded again ({error})"
-        do = "Use numbers, strings, tensors, and lists, tuples and dicts of these"
-        raise CheckpointError(message("extra", found=found.splitlines()[0], do=do)) from error
-    return packed
+        _unpacked(_packed([], {"": value}))
+    except Exception:  # whatever pickle, or an object of the user's, raises
+        return False
+    return True
 
 
 def _checked(path: Path, wanted: dict[str, Any]) -> Tensor:
@@ -249,6 +258,15 @@ def _regrouped(saved: list[dict[str, Any]], here: list[dict[str, Any]], path: Pa
                 )
         result.append({**group, **(of[names[0]] if names else {})})
     return result
+
+
+def _check_groups(optimizer: Optimizer | Sequence[Optimizer], loaded: Mapping[str, Any]) -> None:
+    """Ask each Muon, before the first of several optimizers is changed, whether it will take its part."""
+    groups = iter(loaded["param_groups"])
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+        mine = [next(groups) for _ in one.param_groups]
+        if isinstance(one, Muon):
+            one.check_state_dict({"state": loaded["state"], "param_groups": mine})
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,21 @@ def synced(settings, dtype=torch.float32, sabotage=None, steps=STEPS, saved=None
     return collected(params, opt), (values, opt.state_dict()), str(opt)
 
 
-def alone(settings, ranks, dtype=torch.float32, steps=STEPS, syncs=False):
+def scaled(settings, scales, overflow_at):
+    """As `synced`, through GradScaler's hand-over; every rank has a scale of its own, one of them overflows once."""
+    params, rank = parameters(torch.float32), dist.get_rank()
+    opt = Muon(groups_for(params), grad_sync="optimizer", **settings)
+    for step in range(STEPS):
+        for name, (tensor, _) in params.items():
+            grad = contribution(step, name, tensor.shape, rank, torch.float32)
+            tensor.grad = None if grad is None else grad * scales[rank]
+        opt.grad_scale, opt.found_inf = torch.tensor(scales[rank]), torch.tensor(float((step, rank) == overflow_at))
+        opt.step()
+        del opt.grad_scale, opt.found_inf
+    return collected(params, opt)
+
+
+def alone(settings, ranks, dtype=torch.float32, steps=STEPS, syncs=False, skipped=None):
     """The same averages on one process."""
     params = parameters(dtype)
     extra = {"grad_sync": "optimizer"} if syncs else {}
@@ -86,7 +100,8 @@ def alone(settings, ranks, dtype=torch.float32, steps=STEPS, syncs=False):
     for step in range(steps):
         for name, (tensor, _) in params.items():
             tensor.grad = average(step, name, tensor.shape, ranks, dtype)
-        opt.step()
+        if step != skipped:
+            opt.step()
     return collected(params, opt)
 
 

@@ -43,6 +43,18 @@ def test_a_contribution_that_counts_twice_is_noticed(pool):
     assert {"medium", "medium.momentum_buffer"} <= set(differing(expected, got))
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, {**SETTINGS, "max_grad_norm": 0.5}], ids=["", "clipped"])
+def test_ranks_whose_grad_scalers_have_come_apart(pool, settings):
+    """After an overflow on one rank, only that one's scale goes down: each must take off its own."""
+    if "max_grad_norm" in settings:
+        expected, _, _ = pool(2).run(scenarios.synced, dict(settings))[0]
+        overflow_at = None
+    else:
+        expected, overflow_at = scenarios.alone(settings, 2, skipped=1), (1, 1)
+    for got in pool(2).run(scenarios.scaled, dict(settings), [1024.0, 512.0], overflow_at):
+        assert differing(expected, got) == []
+
+
 @pytest.mark.parametrize("bound", [0.5, 1e9])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_clipping_by_the_norm_of_the_averages(pool, ranks, bound):

@@ -127,6 +127,13 @@ def test_what_does_not_fit_is_refused(q, k, settings, words):
         max_logits(torch.ones(q), torch.ones(k), **settings)
 
 
+def test_batches_that_broadcast_as_in_attention_itself():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(1, 4, 5, 8)
+    assert torch.equal(max_logits(q, k), max_logits(q, k.expand(2, 4, 5, 8)))
+    assert torch.equal(max_logits(k, q), max_logits(k.expand(2, 4, 5, 8), q))
+    assert torch.equal(max_logits(q, k[0]), max_logits(q, k))
+
+
 # ---- the collector ----
 
 

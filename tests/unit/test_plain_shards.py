@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import Muon, Sharded, megatron_shards
+from meshmuon import Muon, QKClip, Sharded, megatron_shards
 
 
 def trained(**settings):
@@ -72,3 +72,49 @@ def test_grad_sync_of_one_process_is_the_plain_optimizer():
     saved = opt.state_dict()
     assert saved["state"][0]["momentum_buffer"].shape == (8, 6)
     opt.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+def test_a_copy_under_grad_sync_has_the_state(copied):
+    _, opt = trained(grad_sync="optimizer")
+    other = copied(opt)
+    saved, again = opt.state_dict(), other.state_dict()
+    assert saved["state"][0]["momentum_buffer"].any()
+    for key, state in saved["state"].items():
+        assert all(torch.equal(value, again["state"][key][name]) for name, value in state.items())
+    assert saved["param_groups"] == again["param_groups"]
+
+
+def test_a_refused_group_leaves_nothing_behind():
+    first, second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+    opt = Muon([{"params": [("a", first)], "algorithm": "muon"}])
+    bad = [("b", nn.Parameter(torch.randn(4)))]
+    with pytest.raises(ValueError, match="'b'"):
+        opt.add_param_group({"params": bad, "algorithm": "muon", "sharded": Sharded(0, None)})
+    opt.add_param_group({"params": [("c", second)], "algorithm": "muon"})
+    assert [group["param_names"] for group in opt.param_groups] == [["a"], ["c"]]
+
+
+def test_a_group_that_cannot_be_planned_leaves_nothing_behind():
+    q, k = (
+        ("layers.0.q_proj.weight", nn.Parameter(torch.randn(8, 8))),
+        ("layers.0.k_proj.weight", nn.Parameter(torch.randn(8, 8))),
+    )
+    clip = QKClip(head_dim=4, q="layers.{layer}.q_proj.weight", k="layers.{layer}.k_proj.weight")
+    opt = Muon([{"params": [q, k], "algorithm": "muon"}], qk_clip=clip)
+    lone = ("layers.1.q_proj.weight", nn.Parameter(torch.randn(8, 8)))
+    with pytest.raises(ValueError, match=r"layers\.1"):
+        opt.add_param_group({"params": [lone], "algorithm": "muon"})
+    assert len(opt.param_groups) == 1
+    for _, p in (q, k):
+        p.grad = torch.randn_like(p)
+    opt.step()
+
+
+def test_shards_of_a_generator_are_declared():
+    names = [(f"p{i}", nn.Parameter(torch.randn(4, 4))) for i in range(2)]
+    layouts = []
+    for params in (names, iter(names), (pair for pair in names)):
+        opt = Muon([{"params": params, "algorithm": "muon", "sharded": Sharded(0, None)}])
+        layouts.append(sorted(opt._layouts._sharded))
+    assert layouts == [["p0", "p1"]] * 3

@@ -168,8 +168,9 @@ def test_folders(tmp_path):
 
 
 def test_an_extra_that_could_not_come_back_is_refused_at_once(tmp_path):
-    with pytest.raises(CheckpointError, match="extra"):
-        save_checkpoint(tmp_path / "a", *build(), extra={"where": tmp_path})
+    for value in (tmp_path, lambda: None, threading.Lock()):
+        with pytest.raises(CheckpointError, match=r"extra\['where'\]"):
+            save_checkpoint(tmp_path / "a", *build(), extra={"step": 1, "where": value})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -289,3 +290,27 @@ def test_one_group_of_what_had_different_rates_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"0.weight and 1.weight.*different lr"):
         load_checkpoint(tmp_path / "a", model, opt)
     assert opt.param_groups[0]["lr"] == 0.3
+
+
+def test_what_the_second_of_two_optimizers_refuses_changes_neither(tmp_path):
+    def pair(**second):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+        groups = [{"params": [("0.weight", model[0].weight)], "algorithm": "muon"}]
+        groups.append({"params": [("1.weight", model[1].weight)], "algorithm": "muon", **second})
+        parts = [Muon([group], lr=0.02) for group in groups]
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        for part in parts:
+            part.step()
+        return model, parts
+
+    save_checkpoint(tmp_path / "a", *pair())
+    model, parts = pair(view={"heads": 4})
+    before = [
+        t.clone()
+        for t in (*model.parameters(), *(part.state[p]["momentum_buffer"] for part in parts for p in part.state))
+    ]
+    with pytest.raises(CheckpointError, match="view"):
+        load_checkpoint(tmp_path / "a", model, parts)
+    after = [*model.parameters(), *(part.state[p]["momentum_buffer"] for part in parts for p in part.state)]
+    assert same(dict(enumerate(before)), dict(enumerate(after)))

@@ -129,14 +129,15 @@ def _speed(pairs: Sequence[Race], ours: str, theirs: str) -> str:
     seconds = statistics.fmean(pair.seconds or 0.0 for pair in pairs)
     all_steps = statistics.fmean(pair.baseline_steps for pair in pairs)
     all_seconds = statistics.fmean(pair.baseline_seconds for pair in pairs)
-    in_time = (
-        f"{seconds:.1f} s instead of {all_seconds:.1f} s"
-        if seconds <= all_seconds
-        else f"but {seconds:.1f} s instead of {all_seconds:.1f} s: its steps cost more than they saved"
-    )
+    took, instead = f"{seconds:.1f}", f"{all_seconds:.1f}"
+    in_time = f"{took} s instead of {instead} s"
+    if took == instead:
+        in_time = f"and as long, {took} s"
+    elif seconds > all_seconds:
+        in_time = f"but {in_time}: its steps cost more than they saved"
     return (
         f"{ours} needed {steps:.0f} steps for the loss that {theirs} had after {all_steps:.0f} "
-        f"({steps / all_steps:.0%}), {in_time}, by the median step of each."
+        f"({round(steps) / all_steps:.0%}), {in_time}, by the median step of each."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor
@@ -58,6 +58,20 @@ def complete_group(
     if algorithm == "adamw":
         _settle_adamw(result, group)
     return result
+
+
+def read_once(group: Any) -> Any:
+    """Make a list of parameters that can be read only once.
+
+    Args:
+        group: What the user wrote.
+
+    Returns:
+        The group itself, or a copy with a list where it had a generator.
+    """
+    if isinstance(group, Mapping) and isinstance(group.get("params"), Iterator):
+        return {**group, "params": list(group["params"])}
+    return group
 
 
 def declare_shards(group: Mapping[str, Any], layouts: PlainLayouts, *, index: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,16 @@ class PlainLayouts:
         for name in names:
             _check_group(f"parameter {name!r}", shard)
             self._sharded[name] = shard
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Forget what is declared inside, if an error is raised there."""
+        before = dict(self._sharded)
+        try:
+            yield
+        except BaseException:
+            self._sharded = before
+            raise
 
     def check_all_found(self, names: Iterable[str]) -> None:
         """Refuse declarations about parameters that do not exist.

@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from meshmuon.errors import message, one_of
 
@@ -131,7 +131,7 @@ def plain_coefficients(coefficients: str | Sequence[object], schedule: Schedule)
     """
     if isinstance(coefficients, str):
         return coefficients
-    return schedule[0] if _is_number(next(iter(coefficients))) else schedule
+    return schedule[0] if _is_number(_plain(coefficients)[0]) else schedule
 
 
 @functools.lru_cache(maxsize=256)
@@ -173,7 +173,9 @@ def _refuse(found: str) -> None:
 
 def _check_steps(steps: object) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(message("ns_steps", found=f"{steps!r} ({type(steps).__name__})", do="Use a whole number"))
+        raise TypeError(
+            message("ns_steps", found=f"{steps!r} ({type(steps).__name__})", do="Use a whole number, a plain int")
+        )
     if not 1 <= steps <= MAX_STEPS:
         raise ValueError(message("ns_steps", found=str(steps), do=f"Use 1 to {MAX_STEPS}; 5 is the usual choice"))
 
@@ -206,7 +208,7 @@ def _named(name: str, steps: int) -> Schedule:
 def _listed(coefficients: Sequence[object], steps: int) -> Schedule:
     form = "Use a word, one triple (a, b, c), or a list of ns_steps triples"
     try:
-        items = list(coefficients)
+        items = _plain(coefficients)
     except TypeError:
         raise TypeError(message("ns_coefficients", found=f"{coefficients!r}", do=form)) from None
     if len(items) == 3 and all(_is_number(item) for item in items):
@@ -215,6 +217,11 @@ def _listed(coefficients: Sequence[object], steps: int) -> Schedule:
         found = f"{len(items)} entries for ns_steps={steps}"
         raise ValueError(message("ns_coefficients", found=found, do=form))
     return tuple(_triple(item, form) for item in items)
+
+
+def _plain(coefficients: Any) -> list[object]:
+    """As a list, also where it is an array or a tensor."""
+    return list(coefficients.tolist() if hasattr(coefficients, "tolist") else coefficients)
 
 
 def _triple(item: object, form: str) -> Triple:

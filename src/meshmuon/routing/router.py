@@ -15,7 +15,7 @@ from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import Routing
 from meshmuon.layout.tensors import check_parameter
 from meshmuon.routing.overrides import Choice, Choices, Overrides
-from meshmuon.routing.rules import RULES, Candidate, head_by_size
+from meshmuon.routing.rules import RULES, Candidate, followed_layers, head_by_size
 
 _TWO_WAYS_OUT = (
     'Say how it is a stack of matrices, overrides={"NAME": View(experts=True)} or View(flatten=True), '
@@ -55,7 +55,7 @@ def route_model(
                 holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, module))
     raw = [(name, tensor) for name, tensor in model.named_parameters()]
     names = normalise_names(name for name, _ in raw)
-    head = head_by_size(model)
+    head, followed = head_by_size(model), followed_layers(model)
     candidates = [
         Candidate(
             name=name,
@@ -63,6 +63,7 @@ def route_model(
             modules=tuple(module for _, module in holders.get(tensor, ())),
             all_names=tuple(normalise_names(path for path, _ in holders.get(tensor, ()))),
             is_head_by_size=tensor is head,
+            is_followed=tensor in followed,
             expert_keys=tuple(expert_keys),
         )
         for name, (_, tensor) in zip(names, raw, strict=True)

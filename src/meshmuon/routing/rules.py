@@ -30,6 +30,9 @@ _HEAD_NAMES = (
 # Too common inside a model to mean "head" anywhere but at its top.
 _TOP_HEAD_NAMES = ("head", "heads", "output", "fc", "score")
 _TOP_PREFIXES = ("model", "transformer", "backbone")
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_NORM_NAMES = ("LayerNorm", "RMSNorm")  # how those of other libraries end
+_MAGNITUDES = ("weight_g", "original0")  # of torch.nn.utils.weight_norm, the old and the new
 _LORA_WORDS = ("lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding", "lora_magnitude")
 
 
@@ -42,6 +45,7 @@ class Candidate:
     modules: tuple[nn.Module, ...] = ()
     all_names: tuple[str, ...] = ()
     is_head_by_size: bool = False
+    is_followed: bool = False
     expert_keys: tuple[str, ...] = ()
 
     @property
@@ -75,6 +79,14 @@ def _flat_shard(c: Candidate) -> Routing | None:
 
 def _few_dims(c: Candidate) -> Routing | None:
     return Routing(c.name, "adamw", "fewer than 2 dims") if c.tensor.ndim < 2 else None
+
+
+def _norm(c: Candidate) -> Routing | None:
+    if any(isinstance(m, _NORMS) or type(m).__name__.endswith(_NORM_NAMES) for m in c.modules):
+        return Routing(c.name, "adamw", f"normalisation ({c.owner})")
+    if c.leaf in _MAGNITUDES and sum(size > 1 for size in c.tensor.shape) <= 1:
+        return Routing(c.name, "adamw", "magnitudes of a weight norm, by name")
+    return None
 
 
 def _embedding(c: Candidate) -> Routing | None:
@@ -112,10 +124,20 @@ def head_by_size(model: nn.Module) -> Tensor | None:
     return linears[-1] if sum(weight.shape == linears[-1].shape for weight in linears) == 1 else None
 
 
+def followed_layers(model: nn.Module) -> set[Tensor]:
+    """Those in an nn.Sequential before its last matrix: of `classifier = Sequential(...)` only the last is a head."""
+    found: set[Tensor] = set()
+    for stack in model.modules():
+        if isinstance(stack, nn.Sequential):
+            weights = [getattr(layer, "weight", None) for layer in stack]
+            found.update([w for w in weights if isinstance(w, Tensor) and not is_lazy(w) and w.ndim == 2][:-1])
+    return found
+
+
 def _head(c: Candidate) -> Routing | None:
     if c.tensor.ndim != 2:
         return None
-    if _is_head_name(c.name):
+    if _is_head_name(c.name) and not c.is_followed:
         return Routing(c.name, "adamw", "output head, by name")
     if c.is_head_by_size:
         return Routing(c.name, "adamw", "output head: the last nn.Linear, shaped like the embedding")
@@ -167,6 +189,7 @@ def _hidden_matrix(c: Candidate) -> Routing | None:
 RULES: tuple[Rule, ...] = (
     _flat_shard,
     _few_dims,
+    _norm,
     _embedding,
     _head,
     _bias,

@@ -47,8 +47,10 @@ class SyncedStep:
         owned: This rank's state.
         access: Brings it to where it is updated.
         present: Whether a parameter has a gradient on any rank, by its group and position.
-        unscale: GradScaler's factor, or None.
+        unscale: GradScaler's factor on this rank, or None. Applied before gradients are averaged: after an overflow on
+            one rank alone, each has a scale of its own.
         proceed: A device flag, or None.
+        clip: What averages are multiplied with, so that their norm is bounded; None: nothing.
     """
 
     plan: Plan
@@ -60,6 +62,7 @@ class SyncedStep:
     present: Mapping[tuple[int, int], bool]
     unscale: Tensor | None
     proceed: Tensor | None
+    clip: Tensor | None = None
 
     def take(self) -> None:
         """Take the step: bucket by bucket, or, to clip by the norm of all averages, in two rounds."""
@@ -70,7 +73,7 @@ class SyncedStep:
             return
         averages: dict[object, Tensor] = {}
         self._run([self._averaged(bucket, averages) for bucket in self._buckets])
-        clipped = dataclasses.replace(self, unscale=self._clip(averages, bound))
+        clipped = dataclasses.replace(self, clip=self._clip(averages, bound))
         clipped._run([clipped._matrices(bucket, averages) for bucket in self.plan.buckets])
         clipped._run([clipped._stretches(bucket, averages) for bucket in self.plan.flat])
 
@@ -98,7 +101,7 @@ class SyncedStep:
         """This rank's contribution, by owner; zeros where it has no gradient."""
         if isinstance(bucket, FlatBucket):
             parts = [self._flat_gradient(s.parameter)[s.start : s.stop] for s in bucket.stretches]
-            return torch.cat(parts), bucket.spread
+            return self._unscaled(torch.cat(parts)), bucket.spread
         way = self.exchange.table(bucket).back
         dtype = bucket.matrices[0].parameter.dtype
         packed = torch.empty(sum(way.spread), dtype=dtype, device=bucket.device)
@@ -107,7 +110,10 @@ class SyncedStep:
             grad = self._parameter(matrix.parameter).grad
             place = _seen(packed, offset, matrix)
             place.zero_() if grad is None else place.copy_(matrix.block.select(grad))
-        return packed, way.spread
+        return self._unscaled(packed), way.spread
+
+    def _unscaled(self, packed: Tensor) -> Tensor:
+        return packed if self.unscale is None else packed.mul_(self.unscale.to(packed.device))
 
     def _matrices(self, bucket: Bucket, averages: dict[object, Tensor] | None = None) -> Iterator[None]:
         """The journey of a bucket of matrices."""
@@ -119,7 +125,7 @@ class SyncedStep:
         inputs = average.new_empty(average.numel(), dtype=bucket.recipe.input_dtype)
         with span("momentum", bucket), self.access.on_device(self.owned.momentum_load(bucket)) as buffers:
             owned = self._owned(bucket, average, buffers)
-            update_momentum_(owned, inputs, MomentumRule.of(group, unscale=self.unscale, proceed=self.proceed))
+            update_momentum_(owned, inputs, MomentumRule.of(group, unscale=self.clip, proceed=self.proceed))
         del average, owned
         with span("polar", bucket):
             directions = orthogonalize_stack(inputs.view(-1, *bucket.wide_shape), bucket.recipe)
@@ -190,10 +196,10 @@ class SyncedStep:
                 if decays(self.param_groups, stretch.parameter) == decayed and self._is_present(stretch.parameter)
             ]
             group = self.param_groups[bucket.group]
-            update_adamw_(tensors, AdamWRule.of(group, decays=decayed, unscale=self.unscale, proceed=self.proceed))
+            update_adamw_(tensors, AdamWRule.of(group, decays=decayed, unscale=self.clip, proceed=self.proceed))
 
     def _clip(self, averages: Mapping[object, Tensor], bound: float) -> Tensor:
-        """The factor that brings the norm of all averages down to the bound, with GradScaler's own.
+        """The factor that brings the norm of all averages down to the bound.
 
         Sums of squares of fixed parts, added in the order of their size: the same bits on any number of ranks.
         """
@@ -202,8 +208,7 @@ class SyncedStep:
             squares, counts = _squares(bucket, averages[id(bucket)], self.plan.rank)
             parts.append(self.contributions.give(bucket.team, squares, counts).wait())
         norm = _sum(torch.cat(parts).sort().values).sqrt()
-        unscale = torch.ones_like(norm) if self.unscale is None else self.unscale.to(norm)
-        return (bound / (norm * unscale + _CLIP_EPS)).clamp(max=1.0) * unscale
+        return (bound / (norm + _CLIP_EPS)).clamp(max=1.0)
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
         return parameter_of(self.param_groups, record)

@@ -50,6 +50,11 @@ def test_fewer_steps_but_more_seconds_is_said() -> None:
     assert "but 30.0 s instead of 20.0 s: its steps cost more than they saved" in text
 
 
+def test_equal_seconds_are_called_equal() -> None:
+    text = " ".join(verdict([outcome("muon", 5.0, 3.0, 2.0, pace=2.0), outcome("adamw", 5.0, 4.0, 3.0)]))
+    assert "(50%), and as long, 20.0 s, by the median step" in text
+
+
 def test_a_loser_is_called_one() -> None:
     outcomes = [outcome("muon", 5.0, 4.0, 3.5), outcome("adamw", 5.0, 4.0, 3.0)]
     assert "did NOT reach the final loss of torch.optim.AdamW" in " ".join(verdict(outcomes))

@@ -229,7 +229,8 @@ def test_views_beside_shapes():
     whole = plan_for({"qkv": (48, 16)}, {"dp": 2}, {"dp": "shard0"})
     split = plan_for({"qkv": ((48, 16), View(split_rows=(16, 16, 16)))}, {"dp": 2}, {"dp": "shard0"})
     plain = plan_for({"qkv": ((48, 16), {"split_rows": (16, 16, 16)})}, {"dp": 2}, {"dp": "shard0"})
-    assert (whole.matrices, split.matrices) == (1, 3)
+    wrapped = plan_for({"module._orig_mod.qkv": ((48, 16), View(split_rows=(16, 16, 16)))}, {"dp": 2}, {"dp": "shard0"})
+    assert (whole.matrices, split.matrices, wrapped.matrices) == (1, 3, 3)
     assert plain.routes == split.routes
 
 

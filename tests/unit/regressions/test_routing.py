@@ -109,6 +109,46 @@ def test_hidden_layers_with_the_word_head_in_a_parent_lose_muon() -> None:
     }
 
 
+def test_gains_with_two_dims_are_orthogonalized() -> None:
+    """Of norms over several dims, and of weight norms."""
+    found = routes(
+        Muon(
+            Holder(
+                norm=nn.LayerNorm((4, 5)),
+                new=nn.utils.parametrizations.weight_norm(nn.Linear(8, 6, bias=False)),
+                conv=nn.utils.parametrizations.weight_norm(nn.Linear(8, 6, bias=False), dim=1),
+            )
+        )
+    )
+    assert found == {
+        "norm.weight": "adamw",
+        "norm.bias": "adamw",
+        "new.parametrizations.weight.original0": "adamw",
+        "new.parametrizations.weight.original1": "muon",
+        "conv.parametrizations.weight.original0": "adamw",
+        "conv.parametrizations.weight.original1": "muon",
+    }
+
+
+def test_hidden_layers_of_a_classifier_lose_muon() -> None:
+    """The other way round: of a stack by that name only the last layer is a head; heads side by side all are."""
+    layers = [
+        nn.Linear(8, 8, bias=False),
+        nn.ReLU(),
+        nn.Linear(8, 8, bias=False),
+        nn.ReLU(),
+        nn.Linear(8, 3, bias=False),
+    ]
+    tasks = nn.ModuleList([nn.Linear(8, 3, bias=False), nn.Linear(8, 2, bias=False)])
+    assert routes(Muon(Holder(classifier=nn.Sequential(*layers), heads=tasks))) == {
+        "classifier.0.weight": "muon",
+        "classifier.2.weight": "muon",
+        "classifier.4.weight": "adamw",
+        "heads.0.weight": "adamw",
+        "heads.1.weight": "adamw",
+    }
+
+
 def test_excluded_matrices_fall_to_another_learning_rate_unseen() -> None:
     """#31: 19 matrices fell to AdamW at a tenth of the rate. The rate each algorithm uses is printed."""
     model = Holder(a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 8, bias=False))
