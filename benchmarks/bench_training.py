@@ -1,12 +1,13 @@
 """What the optimizer costs of a real training step: GPT in bf16 with torch.compile, Muon beside fused AdamW, one GPU.
 
-python -m benchmarks.bench_training [--sizes 124m 0.5b] [--tokens 32768] [--accumulate 1] [--json FILE]
+python -m benchmarks.bench_training [--sizes 124m 0.5b] [--tokens 32768] [--accumulate 1 4 16] [--json FILE]
+
+Both are there at once and take turns, so that a card that gets warmer or clocks lower does so for both.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from meshmuon import Muon
-from meshmuon.bench.measure import milliseconds
+from meshmuon.bench.measure import circumstances, milliseconds
 from meshmuon.cli.gpt import GPT, GPTConfig
 
 SIZES = {
@@ -30,70 +31,78 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "meshmuon.Muon": lambda model: Muon(model, lr=3e-4),
 }
 
+_ROUNDS = 5
 
-def measure(
-    config: GPTConfig, make: Callable[[nn.Module], torch.optim.Optimizer], *, tokens: int, accumulate: int
-) -> dict[str, float]:
-    torch.manual_seed(0)
-    model = GPT(config).cuda()
-    optimizer = make(model)
-    compiled: Any = torch.compile(model)
-    batch = max(1, tokens // config.context)
-    data = torch.randint(config.vocabulary, (batch, config.context + 1), device="cuda")
 
-    def backward() -> None:
+class Training:
+    """One model and its optimizer."""
+
+    def __init__(self, config: GPTConfig, make: Callable[[nn.Module], torch.optim.Optimizer], *, tokens: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(config).cuda()
+        self.optimizer = make(self.model)
+        self._compiled: Any = torch.compile(self.model)
+        self._data = torch.randint(config.vocabulary, (max(1, tokens // config.context), config.context + 1)).cuda()
+
+    def backward(self) -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            logits = compiled(data[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
+            logits = self._compiled(self._data[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), self._data[:, 1:].flatten())
         loss.backward()
 
-    def step() -> None:
+    def step(self, accumulate: int) -> None:
         for _ in range(accumulate):
-            backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    for _ in range(4):
-        step()
-    total = statistics.median(milliseconds(step, "cuda", calls=3) for _ in range(5))
-    backward()
-    alone = statistics.median(milliseconds(optimizer.step, "cuda", calls=3) for _ in range(5))
-    parameters = sum(p.numel() for p in model.parameters())
-    return {
-        "training step ms": total,
-        "optimizer ms": alone,
-        "parameters": parameters,
-        "tokens": accumulate * batch * config.context,
-    }
+
+def measure(pair: dict[str, Training], accumulate: int) -> dict[str, dict[str, float]]:
+    """Median times of a training step and of the optimizer alone, of each."""
+    calls = max(1, 8 // accumulate)
+    rounds: dict[str, list[float]] = {name: [] for name in pair}
+    for i in range(_ROUNDS + 1):
+        for name, training in pair.items():
+            took = milliseconds(lambda training=training: training.step(accumulate), "cuda", calls=calls)
+            if i:  # the first is a warm-up
+                rounds[name].append(took)
+    result = {}
+    for name, training in pair.items():
+        training.backward()
+        alone = statistics.median(milliseconds(training.optimizer.step, "cuda", calls=3) for _ in range(_ROUNDS))
+        result[name] = {"training step ms": statistics.median(rounds[name]), "optimizer ms": alone}
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of one backward pass")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes of one step")
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[1], help="backward passes of one step")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
-    results: dict[str, dict[str, dict[str, float]]] = {}
+    results: dict[str, Any] = {}
     for size in arguments.sizes:
-        results[size] = {}
-        for name, make in OPTIMIZERS.items():
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.compiler.reset()
-            row = results[size][name] = measure(
-                SIZES[size], make, tokens=arguments.tokens, accumulate=arguments.accumulate
-            )
-            print(
-                f"{size:6s} {row['parameters'] / 1e6:6.0f} M, {row['tokens']:.0f} tokens  {name:16s} "
-                f"training step {row['training step ms']:8.1f} ms, optimizer {row['optimizer ms']:6.2f} ms "
-                f"({row['optimizer ms'] / row['training step ms']:.1%})",
-                flush=True,
-            )
-        adamw, muon = (results[size][name]["training step ms"] for name in OPTIMIZERS)
-        print(f"{size:6s} Muon's training step over AdamW's: {muon / adamw - 1:+.1%}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        pair = {name: Training(SIZES[size], make, tokens=arguments.tokens) for name, make in OPTIMIZERS.items()}
+        parameters = sum(p.numel() for p in next(iter(pair.values())).model.parameters())
+        for accumulate in arguments.accumulate:
+            tokens = accumulate * arguments.tokens
+            rows = measure(pair, accumulate)
+            results[f"{size}, {tokens} tokens"] = {"parameters": parameters, "tokens": tokens, **rows}
+            for name, row in rows.items():
+                print(
+                    f"{size:6s} {parameters / 1e6:6.0f} M, {tokens} tokens  {name:16s} "
+                    f"training step {row['training step ms']:8.1f} ms, optimizer {row['optimizer ms']:6.2f} ms "
+                    f"({row['optimizer ms'] / row['training step ms']:.1%})",
+                    flush=True,
+                )
+            adamw, muon = (rows[name]["training step ms"] for name in OPTIMIZERS)
+            print(f"{size:6s} Muon's training step over AdamW's: {muon / adamw - 1:+.2%}", flush=True)
+        del pair
     if arguments.json:
-        record = {"date": str(datetime.date.today()), "hardware": torch.cuda.get_device_name(), "results": results}
+        record = {**circumstances("cuda"), "results": results}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
