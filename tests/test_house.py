@@ -26,7 +26,7 @@ LAYERS = [
     {"muon", "planner", "sharded_polar", "attention"},
     {"step", "measure"},
     {"preparation"},
-    {"routing", "groups", "checkpoint"},
+    {"routing", "groups", "checkpoint", "saved_files"},
     {"state"},
     {"runtime"},
     {"exchange", "update"},

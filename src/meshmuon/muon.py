@@ -299,9 +299,8 @@ class Muon(Optimizer):
             CheckpointError: Names what does not fit; nothing was changed.
         """
         if self._ready().owned is not None:
-            complete_state_(
-                self.state, self.param_groups, on_host=self._offloaded
-            )  # until owners have taken their parts
+            # Until owners have taken their parts.
+            complete_state_(self.state, self.param_groups, on_host=self._offloaded)
         try:
             load_checked(
                 self, state_dict, check=self._check_values, load=super().load_state_dict, on_host=self._offloaded

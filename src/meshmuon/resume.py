@@ -7,53 +7,36 @@ folder has its name only once everything in it is written, and everything is che
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
-from meshmuon.errors import CheckpointError, message, some
+from meshmuon.errors import CheckpointError, message
 from meshmuon.exchange.refusals import first_problem, side_group
 from meshmuon.muon import Muon
+from meshmuon.saved_files import (
+    ANOTHER,
+    UNFINISHED,
+    UNREADABLE,
+    WholeOrNothing,
+    check_files,
+    check_keys,
+    packed_extra,
+    read_metadata,
+    room_for_extra,
+    unpacked_extra,
+)
 
-_UNFINISHED = ".unfinished"
-_ITS_MODEL = "Load it into the model it was made of"
-_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError)
 _PENDING: set[Path] = set()  # being written while training goes on
-_ANOTHER = "Load another one: latest_checkpoint finds the newest that is complete"
-
-
-class _WholeOrNothing(dcp.FileSystemWriter):
-    """Writes beside the folder's name. The coordinator gives it the name while all other ranks still wait for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._beside = folder.with_name(folder.name + _UNFINISHED)
-        super().__init__(self._beside)
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        # On the coordinator, when every rank is here and none has written yet: what a killed job left behind goes.
-        shutil.rmtree(self._beside, ignore_errors=True)
-        self._beside.mkdir(parents=True, exist_ok=True)
-        return super().prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        os.replace(self._beside, self._folder)
 
 
 def save_checkpoint(
@@ -86,7 +69,7 @@ def save_checkpoint(
     groups: Any = optimizer_state["param_groups"]
     _refuse_together(lambda: packed.append(_ready_to_save(path, groups, dict(extra or {}))))
     everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
-    writer = _WholeOrNothing(path)
+    writer = WholeOrNothing(path)
     if wait:
         with _quiet():
             dcp.save(everything, storage_writer=writer)
@@ -130,9 +113,9 @@ def load_checkpoint(
     try:
         with _quiet():
             dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
-        groups, extra = _unpacked(wanted["extra"])
-    except (CheckpointException, *_UNREADABLE) as error:
-        raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=_ANOTHER)) from error
+        groups, extra = unpacked_extra(wanted["extra"])
+    except (CheckpointException, *UNREADABLE) as error:
+        raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=ANOTHER)) from error
     here: Any = optimizer_state["param_groups"]
     loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here, path)}
     _refuse_together(lambda: _check_groups(optimizer, loaded))
@@ -153,14 +136,14 @@ def checkpoint_extra(folder: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: Names the file that is not there or not whole.
     """
     path = Path(folder).absolute()
-    metadata = _read_metadata(path)
-    _check_files(path, metadata)
+    metadata = read_metadata(path)
+    check_files(path, metadata)
     if "extra" not in metadata.state_dict_metadata:
         raise CheckpointError(message(f"checkpoint {path}", found="no extra", do="Give what save_checkpoint made"))
-    wanted = {"extra": _room_for_extra(metadata)}
+    wanted = {"extra": room_for_extra(metadata)}
     with _quiet():
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return _unpacked(wanted["extra"])[1]
+    return unpacked_extra(wanted["extra"])[1]
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -172,10 +155,10 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     Returns:
         The one completed last whose files are all there, whole; None if there is none.
     """
-    found = [path.parent for path in Path(root).glob("*/.metadata") if not path.parent.name.endswith(_UNFINISHED)]
+    found = [path.parent for path in Path(root).glob("*/.metadata") if not path.parent.name.endswith(UNFINISHED)]
     for path in sorted(found, key=lambda path: ((path / ".metadata").stat().st_mtime_ns, path.name), reverse=True):
         with contextlib.suppress(CheckpointError):  # cut short by a full disk, or copied in part
-            _check_files(path, _read_metadata(path))
+            check_files(path, read_metadata(path))
             return path
     return None
 
@@ -212,12 +195,12 @@ def _ready_to_save(path: Path, groups: list[dict[str, Any]], extra: dict[str, An
             found = f"a {type(value).__name__} that could not be loaded again"
             do = "Use numbers, strings, tensors, and lists, tuples and dicts of these"
             raise CheckpointError(message(f"extra[{key!r}]", found=found, do=do))
-    return _packed(groups, extra)
+    return packed_extra(groups, extra)
 
 
 def _comes_back(value: object) -> bool:
     try:
-        _unpacked(_packed([], {"": value}))
+        unpacked_extra(packed_extra([], {"": value}))
     except Exception:  # whatever pickle, or an object of the user's, raises
         return False
     return True
@@ -225,22 +208,10 @@ def _comes_back(value: object) -> bool:
 
 def _checked(path: Path, wanted: dict[str, Any]) -> Tensor:
     """See that a checkpoint is whole and fits; give room for what it holds beside model and state."""
-    metadata = _read_metadata(path)
-    _check_keys(path, wanted, metadata)
-    _check_files(path, metadata)
-    return _room_for_extra(metadata)
-
-
-def _packed(groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:
-    """One tensor of bytes: its size is known before it is loaded, whatever it holds."""
-    file = io.BytesIO()
-    torch.save({"param_groups": groups, "extra": extra}, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    both = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
-    return both["param_groups"], both["extra"]
+    metadata = read_metadata(path)
+    check_keys(path, wanted, metadata)
+    check_files(path, metadata)
+    return room_for_extra(metadata)
 
 
 def _regrouped(saved: list[dict[str, Any]], here: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
@@ -273,12 +244,6 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _room_for_extra(metadata: Metadata) -> Tensor:
-    there = metadata.state_dict_metadata["extra"]
-    assert isinstance(there, TensorStorageMetadata)
-    return torch.empty(there.size, dtype=torch.uint8)
-
-
 def _copied(value: Any) -> Any:
     """Tensors of their own in host memory, in the same layouts; the rest as it is."""
     if isinstance(value, Tensor):
@@ -286,50 +251,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list) else value
-
-
-def _read_metadata(path: Path) -> Metadata:
-    if not (path / ".metadata").is_file():
-        found = "no .metadata in it: no checkpoint, or never completed" if path.exists() else "no folder"
-        raise CheckpointError(message(f"checkpoint {path}", found=found, do=_ANOTHER))
-    file = f"file {path / '.metadata'}"
-    try:
-        metadata = pickle.loads((path / ".metadata").read_bytes())
-    except Exception as error:  # a pickle of anything may fail in any way
-        raise CheckpointError(message(file, found=f"not readable ({error})", do=_ANOTHER)) from error
-    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        found = f"a {type(metadata).__name__}, not that of a checkpoint"
-        raise CheckpointError(message(file, found=found, do=_ANOTHER))
-    return metadata
-
-
-def _check_keys(path: Path, wanted: dict[str, Any], metadata: Metadata) -> None:
-    """Compare names and shapes of what is there with what is needed."""
-    saved = metadata.state_dict_metadata
-    needed, _ = flatten_state_dict(wanted)
-    missing = [key for key in (*needed, "extra") if key not in saved]
-    unknown = [key for key in saved if key not in needed and key != "extra"]
-    for keys, what in ((missing, "has no"), (unknown, "has more than is wanted:")):
-        if keys:
-            found = f"the checkpoint {what} {some(keys)}"
-            raise CheckpointError(
-                message(f"checkpoint {path}", found=found, do="Load it into the model it was made of")
-            )
-    for key, value in needed.items():
-        there = saved[key]
-        if isinstance(there, TensorStorageMetadata) and tuple(there.size) != tuple(value.shape):
-            found = f"{tuple(there.size)} in {path}, here it is {tuple(value.shape)}"
-            raise CheckpointError(message(key, found=found, do=_ITS_MODEL))
-
-
-def _check_files(path: Path, metadata: Metadata) -> None:
-    """See that every file is there and long enough."""
-    ends: dict[str, int] = {}
-    for where in metadata.storage_data.values():
-        ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
-    for name, end in ends.items():
-        file = path / name
-        size = file.stat().st_size if file.exists() else None
-        if size is None or size < end:
-            found = "missing" if size is None else f"{size:,} bytes, it should have {end:,}"
-            raise CheckpointError(message(f"file {file}", found=found, do=_ANOTHER))
