@@ -214,6 +214,7 @@ class Muon(Optimizer):
 
     def _take_step(self, ready: Ready, verdict: Verdict) -> None:
         self._last_unscale = unscale = self._unscale()
+        self._tensors.settle_gradients(ready.plan)
         step = Step(ready, self._tensors, self.param_groups, unscale, verdict.flag, self._offloaded)
         if ready.owned is not None:
             step.take_synced(ready.owned, self._tensors.presence(ready.plan, verdict.present))
@@ -368,6 +369,17 @@ class Muon(Optimizer):
         return {**measured, **self._agreement.counts(), **ready.heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:
+        self._layouts.refuse_to_leave_the_job()
+        return self._everything()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
+        """Copy it, with its state. Under `grad_sync` every rank must do so."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self._everything(), memo))
+        return copied
+
+    def _everything(self) -> dict[str, Any]:
         ready = self._ready()
         with ready.whole_state_in(self.state):  # under grad_sync it is with its owners
             ours = {name: self.__dict__[name] for name in _OURS}

@@ -221,6 +221,43 @@ def partial_parameter():
     return attempt(lambda: Muon(groups_of(params)))
 
 
+def misplaced_gradients(kind):
+    """Gradients of all parameters lie otherwise than these, but are equal; `kind` None: they lie as they should."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **SETTINGS)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for seed in range(3):
+        for name, (tensor, _) in params.items():
+            full = tensor_for(f"gradient {seed}", name, tensor.shape, torch.float32)
+            if kind == "shard last":
+                tensor.grad = shard(full, tensor.device_mesh, [Shard(full.ndim - 1)])
+            elif kind == "replicate":
+                tensor.grad = DTensor.from_local(full, tensor.device_mesh, [Replicate()], run_check=False)
+            elif kind == "partial":  # one rank has all of the sum, so that it is exact
+                mine = full if rank == seed % ranks else torch.zeros_like(full)
+                tensor.grad = DTensor.from_local(mine, tensor.device_mesh, [Partial()], run_check=False)
+            else:
+                tensor.grad = shard(full, tensor.device_mesh, tensor.placements)
+        opt.step()
+    return held(params, opt)
+
+
+def bad_beside(trouble):
+    """A parameter that each rank has for itself, beside shared ones, gets a bad gradient on rank 1: all must skip."""
+    params = parameters(TABLE, on_mesh())
+    own = nn.Parameter(torch.ones(6, 4))
+    opt = Muon([*groups_of(params), {"params": [("own", own)], "algorithm": "muon"}], **SETTINGS)
+    params["own"] = (own, {})
+    records = []
+    for seed in range(3):
+        give_gradients({name: pair for name, pair in params.items() if name != "own"}, seed)
+        own.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        if seed == 1 and dist.get_rank() == 1:
+            own.grad = own.grad.to_sparse() if trouble == "sparse" else own.grad * float(trouble)
+        records.append(attempt(opt.step, params, opt))
+    return records
+
+
 def misplaced_gradient(kind, where):
     """A gradient of `a` lies otherwise than its parameter, on the ranks of `where`; then all is well again."""
     params = parameters(TABLE, on_mesh())

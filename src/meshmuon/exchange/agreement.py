@@ -7,6 +7,8 @@ host never waits; who was to blame is looked up when the answer has arrived by i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from meshmuon.errors import (
 )
 from meshmuon.exchange.peers import AgreedRefusalError, Peers, Row
 
-_ELSEWHERE = "a parameter of another mesh"
+_ELSEWHERE = "a parameter that other ranks hold"
+_LARGEST = 2**31 - 1
 
 
 @dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
@@ -41,6 +44,7 @@ class Watched:
         shared: Whether other ranks hold the parameter too.
         refused: Why the gradient, or something else that was given for the step, cannot be used at all, if so.
         may_lack: Whether a rank may be without a gradient that others have: it then counts as zero.
+        placed: How the gradient lies, in words; empty: as its parameter.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Watched:
     shared: bool
     refused: Exception | None = None
     may_lack: bool = False
+    placed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ class Agreement:
         self, watched: Sequence[Watched], peers: Peers, *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
     ) -> _Report:
         grads = [w.grad for w in watched if w.grad is not None]
-        device = grads[0].device if grads else (torch.device("cpu") if found_inf is None else found_inf.device)
+        device = grads[0].device if grads else (peers.device if found_inf is None else found_inf.device)
         if read:
             bad = _unusable(watched, self._limits_on(device, watched), unscale)
         else:
@@ -161,12 +166,14 @@ class Agreement:
         names = tuple(w.name for w in watched)
         if peers.alone:
             return _Report(self._steps, names, bad, overflow=overflow)
-        told = peers.combine(_status(watched, bad, overflow, peers.settings_hashes()))
-        bad, absent, present, refused, scaled, new_plan = told[: Row.SETTINGS].bool()
+        told = peers.combine(_status(watched, bad, overflow, peers))
+        bad, absent, present, refused, scaled, new_plan, own_bad, own_refused = told[: Row.PLACED].bool()
         differing = told[Row.SETTINGS] != -told[Row.MINUS_SETTINGS]
+        refused = refused | (present & (told[Row.PLACED] != -told[Row.MINUS_PLACED]))  # each rank lays it out otherwise
         torn = absent & present & ~refused
         # What one mesh has learned must stop the others as well.
-        found = torch.stack([row.any() for row in (bad, torn, refused, scaled, new_plan, differing)])
+        rows = (bad | own_bad, torn, refused | own_refused, scaled, new_plan, differing)
+        found = torch.stack([row.any() for row in rows])
         beyond = peers.spread(found.to(torch.int32)).bool()
         if device.type == "cpu":
             if bool(beyond[4]) or bool(beyond[5]):
@@ -193,7 +200,10 @@ class Agreement:
         if mine is not None:
             raise AgreedRefusalError(mine)
         names = [w.name for w, elsewhere in zip(watched, refused.tolist(), strict=True) if elsewhere]
-        found = f"another rank cannot use the gradient of {some(names or [_ELSEWHERE])}, or its qk_logits"
+        what = some(names or [_ELSEWHERE])
+        found = (
+            f"another rank cannot use the gradient of {what}, or has it laid out otherwise, or cannot use its qk_logits"
+        )
         do = "Nothing was changed. That rank says why"
         raise GradientMismatchError(message(f"step {self._steps}", found=found, do=do))
 
@@ -283,20 +293,33 @@ def _on(device: torch.device, numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor | None, settings: Sequence[int]) -> Tensor:
+def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor | None, peers: Peers) -> Tensor:
     """What this rank has to tell: a row of numbers for each `Row`. Brought to the device without waiting for it."""
+    settings, unshared = peers.settings_hashes(), peers.unshared
+    own_refused = any(w.refused is not None and own for w, own in zip(watched, unshared, strict=True))
     known = [
         [w.shared and w.grad is None and not w.may_lack for w in watched],
         [w.shared and w.grad is not None for w in watched],
         [w.refused is not None for w in watched],
         [False] * len(watched),
+        unshared,
+        [own_refused] * len(watched),
+        placed := [0 if w.grad is None else _number(w.placed) for w in watched],
         settings,
+        [-h or -_LARGEST for h in placed],
         [-h for h in settings],
     ]
     host = torch.tensor(known, dtype=torch.int32, pin_memory=bad.is_cuda)
-    absent, present, refused, new_plan, plus, minus = host.to(bad.device, non_blocking=True)
+    absent, present, refused, new_plan, own, *others = host.to(bad.device, non_blocking=True)
+    own_bad = (bad & own.bool()).any().to(torch.int32).expand(len(watched))
     scaled = torch.zeros_like(absent) if overflow is None else overflow.ne(0).expand(len(watched)).to(torch.int32)
-    return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, plus, minus])
+    return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, own_bad, *others])
+
+
+@functools.cache
+def _number(words: str) -> int:
+    """A number from 1 on for some words, the same on every rank."""
+    return (zlib.crc32(words.encode()) >> 1) or 1
 
 
 def _sent(report: _Report) -> _Report:

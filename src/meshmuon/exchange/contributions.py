@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshmuon._compat import reduce_scatter
 from meshmuon.exchange.exchange import Pending
 from meshmuon.exchange.groups import Groups
 
@@ -138,5 +139,5 @@ def _reduce_scattered(sent: Tensor, spread: Sequence[int], *, own: int, wide: to
     for row, part in zip(padded, sent.split(list(spread)), strict=True):
         row[: part.numel()].copy_(part)
     received = sent.new_empty(most)
-    work = dist.reduce_scatter_tensor(received, padded.view(-1), group=group, async_op=True)
+    work = reduce_scatter()(received, padded.view(-1), group=group, async_op=True)
     return Pending(lambda: received[:own].to(wide).div_(len(spread)), work, padded)

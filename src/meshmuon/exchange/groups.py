@@ -29,13 +29,14 @@ class Groups:
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def know(self, groups: dict[tuple[int, ...], Any]) -> None:
-        """Remember groups that exist already, such as those of a mesh.
+        """Remember groups that exist already, such as those of a mesh, if their ranks ascend.
 
         Args:
             groups: Ranks → group.
         """
         for ranks, group in groups.items():
-            self._groups.setdefault(ranks, group)
+            if dist.get_process_group_ranks(group) == list(ranks):  # collectives go by the group's own order
+                self._groups.setdefault(ranks, group)
 
     def ensure(self, wanted: set[tuple[int, ...]]) -> None:
         """Make the groups that are still missing.

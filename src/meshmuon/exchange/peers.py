@@ -46,8 +46,12 @@ class Row(IntEnum):
     REFUSED = 3
     OVERFLOW = 4
     NEW_PLAN = 5
-    SETTINGS = 6
-    MINUS_SETTINGS = 7  # the largest of -h is minus the least of h: the two tell whether all have the same h
+    OWN_BAD = 6  # of parameters that this rank shares with nobody: the same in every column
+    OWN_REFUSED = 7
+    PLACED = 8  # a number for how the gradient lies; 0 if there is none
+    SETTINGS = 9
+    MINUS_PLACED = 10
+    MINUS_SETTINGS = 11  # the largest of -h is minus the least of h: the two tell whether all have the same h
 
 
 class AgreedRefusalError(Exception):
@@ -173,7 +177,7 @@ class Peers:
 
     def _compare(self, ranks: Ranks, lines: list[str]) -> None:
         group = self._groups[ranks]
-        mine = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8).to(self.device)
         every = [torch.empty_like(mine) for _ in ranks]
         dist.all_gather(every, mine, group=group)
         hashes = [bytes(each.tolist()) for each in every]
@@ -208,14 +212,23 @@ class Peers:
         """Tell peers that may still have the old plan, in the words they expect at the start of a step."""
         if self.alone:
             return
-        status = torch.zeros(len(Row), len(self._plan.parameters), dtype=torch.int32, device=self._device)
+        status = torch.zeros(len(Row), len(self._plan.parameters), dtype=torch.int32, device=self.device)
         status[Row.NEW_PLAN] = 1
         told = self.combine(status)
         self.spread(told.amax(dim=1))
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Where what ranks tell each other has to be."""
+        if self.alone:
+            return torch.device("cpu")
         return self._plan.parameters[next(iter(self._assemblies.values()))[0]].device
+
+    @property
+    def unshared(self) -> list[bool]:
+        """For each parameter, whether nobody else is asked about it."""
+        shared = {index for indices in self._assemblies.values() for index in indices}
+        return [index not in shared for index in range(len(self._plan.parameters))]
 
     def combine(self, status: Tensor) -> Tensor:
         """Take the element-wise maximum over the ranks that hold each parameter.

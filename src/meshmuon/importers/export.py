@@ -77,6 +77,9 @@ def _muon_settings(members: Sequence[Target]) -> dict[str, Any]:
         if each.param.ndim != 2 or MatrixView.of(group["view"]) != MatrixView():
             found = f"shape {each.shape} seen as {group['view']}; torch.optim.Muon knows whole 2-D matrices only"
             raise CheckpointError(message(f"parameter {each.name!r}", found=found, do="It cannot be exported"))
+        if each.shape != tuple(each.param.shape):
+            found = f"a plain shard of {each.shape}; torch.optim.Muon would orthogonalize each shard by itself"
+            raise CheckpointError(message(f"parameter {each.name!r}", found=found, do="It cannot be exported"))
     refused = {
         "adjust_lr_fn": group["adjust_lr_fn"] not in _TORCH_RULES,
         "extra_scale_factor": group["extra_scale_factor"] != 1.0,

@@ -83,7 +83,9 @@ def _converted(each: Match) -> dict[str, Tensor]:
             value = value.to(torch.promote_types(value.dtype, torch.float32)) * each.saved.factor
         if key != "step":
             try:
-                value = laid_like(each.target.name, value, each.target.param, rank=global_rank())
+                value = laid_like(
+                    each.target.name, value, each.target.param, rank=global_rank(), layout=each.target.layout
+                )
             except ValueError as error:
                 raise CheckpointError(f"nothing was loaded. {error}") from error
         result[key] = value

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from meshmuon.config import Algorithm
+from meshmuon.layout.shard_layout import ShardLayout
 from meshmuon.muon import Muon
 
 StateDict: TypeAlias = Mapping[str, Any]
@@ -54,23 +55,22 @@ class Target:
         key: Its number in a state dict.
         param: The parameter.
         group: Its group.
+        shape: Its shape over all ranks.
+        layout: Where it lies; None: whole, here.
     """
 
     name: str
     key: int
     param: Tensor
     group: Mapping[str, Any]
+    shape: tuple[int, ...]
+    layout: ShardLayout | None
 
     @property
     def algorithm(self) -> Algorithm:
         """What it is trained with."""
         algorithm: Algorithm = self.group["algorithm"]
         return algorithm
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape over all ranks."""
-        return tuple(self.param.shape)
 
 
 def targets(opt: Muon) -> list[Target]:
@@ -90,6 +90,8 @@ def targets(opt: Muon) -> list[Target]:
             key=starts[record.group] + record.position,
             param=opt.param_groups[record.group]["params"][record.position],
             group=opt.param_groups[record.group],
+            shape=record.shape,
+            layout=record.layout,
         )
         for record in records
     ]

@@ -74,6 +74,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def odd_placements(param: Tensor) -> str:
+    """Say how a gradient lies that lies on the mesh of its parameter, but otherwise than that.
+
+    Args:
+        param: The parameter, with or without a gradient.
+
+    Returns:
+        Its placements in words; nothing if it lies as it should, or is not there, or not on that mesh.
+    """
+    grad = param.grad
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or placements(grad) == placements(param):
+        return ""
+    return str(placements(grad)) if grad.device_mesh == param.device_mesh else ""
+
+
 def is_distributed(tensor: Tensor) -> bool:
     """Tell whether a tensor says itself how it lies on a mesh.
 

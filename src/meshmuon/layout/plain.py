@@ -68,10 +68,18 @@ class PlainLayouts:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.refuse_to_leave_the_job()
+        return (_of_one_process, (self._syncs,))
+
+    def refuse_to_leave_the_job(self) -> None:
+        """Refuse to be pickled with process groups.
+
+        Raises:
+            TypeError: If there are any.
+        """
         if self._sharded or self._replicas is not None:
             found = "a process group, which exists in this job only"
             raise TypeError(message("optimizer", found=found, do="Save opt.state_dict() instead of the optimizer"))
-        return (_of_one_process, (self._syncs,))
 
     @property
     def splits_replicas(self) -> bool:
@@ -214,15 +222,24 @@ def megatron_shards(model: nn.Module, group: Any, *, parts: Mapping[str, tuple[i
 
     Returns:
         Name → `Sharded`, for `Muon(model, sharded=...)`.
+
+    Raises:
+        ValueError: If `parts` names a parameter that is not there or not cut.
     """
     from meshmuon.layout.names import normalise_names
 
+    given = parts or {}
+    sizes = dict(zip(normalise_names(given), given.values(), strict=True))
     pairs = list(model.named_parameters())
     names = normalise_names(name for name, _ in pairs)
+    cut = {n: t for n, (_, t) in zip(names, pairs, strict=True) if getattr(t, "tensor_model_parallel", False)}
+    unknown = [name for name in sizes if name not in cut]
+    if unknown:
+        found = f"no parameter {some(map(repr, unknown))} that is marked as cut"
+        raise ValueError(message("parts", found=found, do=f"Known are {some(map(repr, cut), limit=4)}"))
     return {
-        name: Sharded(int(getattr(tensor, "partition_dim", _WHOLE)), group, (parts or {}).get(name))
-        for name, (_, tensor) in zip(names, pairs, strict=True)
-        if getattr(tensor, "tensor_model_parallel", False)
+        name: Sharded(int(getattr(tensor, "partition_dim", _WHOLE)), group, sizes.get(name))
+        for name, tensor in cut.items()
     }
 
 

@@ -90,6 +90,18 @@ class Place:
     direction: int
 
 
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Give what gradients travel in where the optimizer averages them.
+
+    Args:
+        dtype: That of the parameter.
+
+    Returns:
+        The same; fp32 for fp16, in which gradients without GradScaler's factor would vanish.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 @functools.lru_cache(maxsize=1024)
 def _together(copies: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     return tuple(sorted(rank for copy in copies for rank in copy))

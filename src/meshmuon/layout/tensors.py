@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from meshmuon.errors import message
-from meshmuon.layout.mesh import local, placements
+from meshmuon.layout.mesh import local, odd_placements, placements
 
 _REFUSED_DTYPE = "meshmuon trains dense floating-point parameters only; leave this one out or convert it"
 
@@ -43,26 +43,31 @@ def check_parameter(name: str, tensor: object) -> None:
         raise ValueError(message(subject, found=found, do=FLAT_SHARD))
 
 
-def usable_gradient(name: str, param: Tensor) -> Tensor:
+def usable_gradient(name: str, param: Tensor, *, travels: bool = False) -> Tensor:
     """Give what this rank holds of a parameter's gradient, refusing by name one that cannot be used.
 
     Args:
         name: The parameter's name.
         param: The parameter, with a gradient.
+        travels: Whether ranks send each other gradients, in the parameter's dtype.
 
     Returns:
         The local gradient.
 
     Raises:
-        TypeError: If it is sparse.
-        ValueError: If it lies otherwise than its parameter.
+        TypeError: If it is sparse, or travels in another dtype.
+        ValueError: If it lies on other ranks than its parameter.
     """
     grad = param.grad
     assert grad is not None
     if grad.layout != torch.strided:
         do = "Use dense gradients, e.g. nn.Embedding(sparse=False)"
         raise TypeError(message(f"parameter {name!r}", found="a sparse gradient", do=do))
-    if placements(grad) != placements(param):
+    if travels and grad.dtype != param.dtype:
+        found = f"a gradient in {grad.dtype} for a parameter in {param.dtype}, under grad_sync"
+        do = "Leave grad_dtype alone there: gradients travel in the dtype of the parameter"
+        raise TypeError(message(f"parameter {name!r}", found=found, do=do))
+    if placements(grad) != placements(param) and not odd_placements(param):
         found = f"a gradient placed {placements(grad)}, the parameter {placements(param)}"
         raise ValueError(message(f"parameter {name!r}", found=found, do="Reduce or redistribute the gradient first"))
     return local(grad)

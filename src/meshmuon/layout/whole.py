@@ -8,9 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from meshmuon.errors import message
 from meshmuon.layout.mesh import layout_of, like, local
+from meshmuon.layout.shard_layout import ShardLayout
 
 
-def laid_like(name: str, value: Tensor, param: Tensor, *, rank: int) -> Tensor:
+def laid_like(name: str, value: Tensor, param: Tensor, *, rank: int, layout: ShardLayout | None = None) -> Tensor:
     """Lay a tensor out like a parameter.
 
     Args:
@@ -18,6 +19,7 @@ def laid_like(name: str, value: Tensor, param: Tensor, *, rank: int) -> Tensor:
         value: The whole tensor, the same on every rank; or one that lies like the parameter already.
         param: The parameter.
         rank: This rank, counted over the job.
+        layout: Where a plain parameter lies; DTensors say so themselves.
 
     Returns:
         A tensor of the parameter's layout.
@@ -33,7 +35,7 @@ def laid_like(name: str, value: Tensor, param: Tensor, *, rank: int) -> Tensor:
         raise ValueError(
             message(f"parameter {name!r}", found=found, do="Call full_tensor() on it first, on every rank")
         )
-    layout = layout_of(name, param)
+    layout = layout_of(name, param) or layout
     if layout is None:
         return value
     if rank not in layout.ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshmuon.layout.records import wire_dtype
 from meshmuon.plan.bucket import Plan, bytes_sent
 from meshmuon.plan.route import Route
 
@@ -41,10 +42,11 @@ def contributions_sent(plan: Plan, team: tuple[int, ...]) -> int:
         if bucket.team != team:
             continue
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            total += (owner != member) * math.prod(matrix.shape) * matrix.parameter.dtype.itemsize
+            total += (owner != member) * math.prod(matrix.shape) * wire_dtype(matrix.parameter.dtype).itemsize
     for flat in plan.flat:
         if flat.team != team:
             continue
         own = flat.spread[member]
-        total += (sum(flat.spread) - own + own * (len(team) - 1)) * flat.dtype.itemsize
+        total += (sum(flat.spread) - own) * wire_dtype(flat.dtype).itemsize
+        total += own * (len(team) - 1) * flat.dtype.itemsize
     return total

@@ -65,8 +65,8 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
         recipe: The schedule, its restarts, and the dtype factors are rounded to.
 
     Returns:
-        One factor for each segment, to be applied in this order to the matrix divided by its norm; and 1 / norm, of the
-        scale the Gram matrix has.
+        One factor for each segment, to be applied in this order to the matrix divided by its norm; and 1 / norm in
+        fp32, of the scale the Gram matrix has.
     """
     square = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
     inverse = torch.where(square > 0, square.rsqrt(), torch.ones_like(square))
@@ -81,7 +81,7 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
         factors.append(q)
         wide = q.to(r.dtype)  # as the ranks will apply it
         r = torch.bmm(torch.bmm(wide, r), wide)
-    return factors, inverse
+    return factors, inverse.to(torch.float32)
 
 
 def apply_factors(x: Tensor, factors: Sequence[Tensor], *, inverse: Tensor, exponent: Tensor) -> Tensor:

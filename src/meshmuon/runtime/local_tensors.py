@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from meshmuon.exchange.agreement import Watched
-from meshmuon.layout.mesh import local
-from meshmuon.layout.records import Matrix, ParameterRecord, Place
+from meshmuon.exchange.gradients import settle_gradients
+from meshmuon.layout.mesh import local, odd_placements
+from meshmuon.layout.records import Matrix, ParameterRecord, Place, wire_dtype
 from meshmuon.layout.tensors import usable_gradient
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
@@ -114,6 +115,14 @@ class LocalTensors:
         words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
         total = param.contiguous().view(-1).view(words).sum(dtype=torch.int64)
         return total.remainder(2**31 - 1).to(torch.int32)
+
+    def settle_gradients(self, plan: Plan) -> None:
+        """Lay gradients out like their parameters, where all ranks have agreed to take the step.
+
+        Args:
+            plan: The plan.
+        """
+        settle_gradients(self._parameter(record) for record in plan.parameters)
 
     def presence(self, plan: Plan, agreed: Tensor | None) -> dict[tuple[int, int], bool]:
         """Tell which parameters have a gradient on any rank.
@@ -221,6 +230,13 @@ class LocalTensors:
     def _momentum(self, matrix: Matrix) -> Tensor:
         return matrix.block.select(local(self._state[self._parameter(matrix.parameter)]["momentum_buffer"]))
 
+    def _buffer_dtype(self, record: ParameterRecord, param: Tensor) -> torch.dtype | None:
+        if record.routing.algorithm != "muon":
+            return None
+        declared = self._param_groups[record.group]["state_dtype"]
+        result: torch.dtype = param.dtype if declared is None else getattr(torch, declared)
+        return result
+
     def watched(self, plan: Plan) -> list[Watched]:
         """Give every gradient, for the decision whether the step happens.
 
@@ -234,14 +250,22 @@ class LocalTensors:
         syncs = plan.execution.syncs
         for record in plan.parameters:
             param = self._parameter(record)
-            buffer = self._state[param].get("momentum_buffer") if not syncs else None
-            largest = largest_gradient(param, buffer)
-            if syncs and record.routing.algorithm == "muon":
-                largest /= 2 * plan.ranks  # so that no sum of them, and no difference of sums, overflows
+            largest = largest_gradient(param, self._buffer_dtype(record, param))
+            if syncs:
+                largest = min(largest, _largest_summand(record, plan))
             grad, refused = None, None
             try:
-                grad = None if param.grad is None else usable_gradient(record.name, param)
+                grad = None if param.grad is None else usable_gradient(record.name, param, travels=syncs)
             except (TypeError, ValueError) as error:
                 refused = error  # told to the peers before it is raised, or they would wait for this rank
-            watched.append(Watched(record.name, grad, largest, record.layout is not None, refused, may_lack=syncs))
+            shared, placed = record.layout is not None, odd_placements(param)
+            watched.append(Watched(record.name, grad, largest, shared, refused, may_lack=syncs, placed=placed))
         return watched
+
+
+def _largest_summand(record: ParameterRecord, plan: Plan) -> float:
+    """The largest gradient whose sum over all ranks does not overflow in what sums are made in."""
+    sent = wire_dtype(record.dtype)
+    summed = sent if plan.execution.grad_sync == "reduce_scatter" else torch.promote_types(sent, torch.float32)
+    ranks = plan.ranks if record.layout is None else len(record.layout.ranks)
+    return torch.finfo(summed).max / ranks

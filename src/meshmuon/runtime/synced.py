@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
-from meshmuon.layout.records import Matrix, ParameterRecord, Place
+from meshmuon.layout.records import Matrix, ParameterRecord, Place, wire_dtype
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.flat import GRAIN, FlatBucket, Stretch
 from meshmuon.polar.orthogonalize import orthogonalize_stack
@@ -103,7 +103,7 @@ class SyncedStep:
             parts = [self._flat_gradient(s.parameter)[s.start : s.stop] for s in bucket.stretches]
             return self._unscaled(torch.cat(parts)), bucket.spread
         way = self.exchange.table(bucket).back
-        dtype = bucket.matrices[0].parameter.dtype
+        dtype = wire_dtype(bucket.matrices[0].parameter.dtype)
         packed = torch.empty(sum(way.spread), dtype=dtype, device=bucket.device)
         for matrix, offset in zip(bucket.matrices, way.offsets, strict=True):
             assert offset is not None
@@ -221,7 +221,8 @@ class SyncedStep:
 
     def _flat_gradient(self, record: ParameterRecord) -> Tensor:
         param = self._parameter(record)
-        return torch.zeros_like(param).reshape(-1) if param.grad is None else param.grad.reshape(-1)
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        return grad.reshape(-1).to(wire_dtype(param.dtype))
 
 
 def _seen(flat: Tensor, offset: int, matrix: Matrix) -> Tensor:

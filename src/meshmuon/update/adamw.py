@@ -70,6 +70,9 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
         tensors: Parameters and state; written. Gradients are only read.
         rule: The numbers of this step.
     """
+    for empty in (item for item in tensors if not item.param.numel()):
+        # A rank's empty shard counts steps, too: which rank's count a checkpoint keeps is not ours to say.
+        empty.step.add_(1 if rule.proceed is None else rule.proceed.to(empty.step))
     tensors = [item for item in tensors if item.param.numel()]
     if not tensors:
         return

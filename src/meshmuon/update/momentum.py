@@ -104,7 +104,7 @@ def _look_ahead(wanted: Tensor, grad: Tensor, buffer: Tensor, rule: MomentumRule
         wanted.copy_(torch.lerp(grad, buffer.to(grad.dtype), rule.momentum))
 
 
-def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:
+def largest_gradient(param: Tensor, buffer: torch.dtype | None) -> float:
     """Give the largest magnitude a gradient may have without leaving inf behind.
 
     For Muon, half the largest number of the arithmetic (the difference of two larger ones overflows inside a lerp), and
@@ -112,12 +112,12 @@ def largest_gradient(param: Tensor, buffer: Tensor | None) -> float:
 
     Args:
         param: The parameter.
-        buffer: Its momentum, or None for a parameter that has none.
+        buffer: The dtype of its momentum, or None for a parameter that has none.
 
     Returns:
         The bound; whatever is finite passes for AdamW.
     """
-    return _largest(param.dtype, math_dtype(param), None if buffer is None else buffer.dtype)
+    return _largest(param.dtype, math_dtype(param), buffer)
 
 
 @functools.cache
