@@ -118,3 +118,12 @@ def test_shards_of_a_generator_are_declared():
         opt = Muon([{"params": params, "algorithm": "muon", "sharded": Sharded(0, None)}])
         layouts.append(sorted(opt._layouts._sharded))
     assert layouts == [["p0", "p1"]] * 3
+
+
+def test_parts_of_parameters_that_are_not_there_are_refused():
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+    model[0].weight.tensor_model_parallel, model[0].weight.partition_dim = True, 0
+    assert megatron_shards(model, None, parts={"module.0.weight": (4, 4)})["0.weight"].parts == (4, 4)
+    for name in ("typo.weight", "1.weight"):
+        with pytest.raises(ValueError, match=f"parts: no parameter '{name}' that is marked as cut"):
+            megatron_shards(model, None, parts={name: (4, 4)})
