@@ -56,9 +56,7 @@ def load_checked(
             for param, key in zip(group["params"], saved["params"], strict=True):
                 optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group, on_host=on_host)
 
-    if not isinstance(state_dict, Mapping):
-        found = f"a {type(state_dict).__name__}"
-        raise CheckpointError(message("state_dict", found=found, do="Pass opt.state_dict()"))
+    _check_mapping(state_dict)
     # Last before and first after torch's own work, so that a user's hooks see and may change everything.
     hooks = [
         optimizer.register_load_state_dict_pre_hook(accept),
@@ -87,6 +85,7 @@ def check_state_dict(
     Raises:
         CheckpointError: Names the first parameter or hyper-parameter that does not fit.
     """
+    _check_mapping(state_dict)
     saved_groups = state_dict.get("param_groups")
     if not isinstance(saved_groups, list) or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(message("state_dict", found="no state or param_groups", do="Pass opt.state_dict()"))
@@ -102,6 +101,12 @@ def check_state_dict(
     if not state and any(group["params"] for group in param_groups):
         warn_user("the checkpoint holds no optimizer state: starting afresh")
     return {**state_dict, "param_groups": groups}
+
+
+def _check_mapping(state_dict: object) -> None:
+    if not isinstance(state_dict, Mapping):
+        found = f"a {type(state_dict).__name__}"
+        raise CheckpointError(message("state_dict", found=found, do="Pass opt.state_dict()"))
 
 
 def _refuse_adamw(saved_groups: Sequence[Any], param_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -110,12 +110,9 @@ def load_checkpoint(
     model_state, optimizer_state = get_state_dict(model, optimizer)
     wanted = _copied({"model": model_state, "state": optimizer_state["state"]})
     _refuse_together(lambda: wanted.update(extra=_checked(path, wanted)))
-    try:
-        with _quiet():
-            dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
+    with _readable(path), _quiet():
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
         groups, extra = unpacked_extra(wanted["extra"])
-    except (CheckpointException, *UNREADABLE) as error:
-        raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=ANOTHER)) from error
     here: Any = optimizer_state["param_groups"]
     loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here, path)}
     _refuse_together(lambda: _check_groups(optimizer, loaded))
@@ -141,9 +138,9 @@ def checkpoint_extra(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if "extra" not in metadata.state_dict_metadata:
         raise CheckpointError(message(f"checkpoint {path}", found="no extra", do="Give what save_checkpoint made"))
     wanted = {"extra": room_for_extra(metadata)}
-    with _quiet():
+    with _readable(path), _quiet():
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return unpacked_extra(wanted["extra"])[1]
+        return unpacked_extra(wanted["extra"])[1]
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -161,6 +158,14 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
             check_files(path, read_metadata(path))
             return path
     return None
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, *UNREADABLE) as error:  # torch's is no Exception
+        raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=ANOTHER)) from error
 
 
 @contextlib.contextmanager
@@ -191,19 +196,33 @@ def _ready_to_save(path: Path, groups: list[dict[str, Any]], extra: dict[str, An
         found = "already there" if path.exists() else "being written: an earlier save to it has not finished"
         raise CheckpointError(message(f"folder {path}", found=found, do="Save every step to its own"))
     for key, value in extra.items():
-        if not _comes_back(value):
+        if not _comes_back([], {"": value}):
             found = f"a {type(value).__name__} that could not be loaded again"
             do = "Use numbers, strings, tensors, and lists, tuples and dicts of these"
             raise CheckpointError(message(f"extra[{key!r}]", found=found, do=do))
+    groups = _plain(groups)
+    for what, both in (("extra", ([], extra)), ("param_groups", (groups, {}))):
+        if not _comes_back(*both):
+            found = "names or numbers that could not be loaded again"
+            raise CheckpointError(message(what, found=found, do="Use plain Python numbers and strings"))
     return packed_extra(groups, extra)
 
 
-def _comes_back(value: object) -> bool:
+def _comes_back(groups: list[dict[str, Any]], extra: dict[str, Any]) -> bool:
     try:
-        unpacked_extra(packed_extra([], {"": value}))
+        unpacked_extra(packed_extra(groups, extra))
     except Exception:  # whatever pickle, or an object of the user's, raises
         return False
     return True
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's numbers, which a schedule leaves in a group easily and a safe load refuses."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
 
 
 def _checked(path: Path, wanted: dict[str, Any]) -> Tensor:

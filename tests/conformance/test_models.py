@@ -228,3 +228,15 @@ def test_checkpoint_of_a_deeper_or_shallower_model_says_which_layers_differ() ->
         other.load_state_dict(one.state_dict())
     with pytest.raises(CheckpointError, match=r"the checkpoint has no 2\.weight"):
         one.load_state_dict(other.state_dict())
+
+
+def test_a_state_dict_can_be_checked_without_loading_it() -> None:
+    net = make_net()
+    opt = Muon(net)
+    train(net, opt, range(2))
+    before = snapshot(net, opt)
+    opt.check_state_dict(opt.state_dict())
+    for wrong in (None, {}, {"state": {}, "param_groups": []}):
+        with pytest.raises(CheckpointError, match="state_dict"):
+            opt.check_state_dict(wrong)  # type: ignore[arg-type]
+    assert_same(snapshot(net, opt), before)

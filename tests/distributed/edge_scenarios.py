@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -120,6 +120,23 @@ def small_and_large_gradients(dtype, value, scale, how):
     ]
     finite = all(bool(torch.isfinite(p).all()) for p in params)
     return float(state[0]["momentum_buffer"].max()), moved, finite, opt.metrics()["skipped_non_finite"]
+
+
+def summands(value):
+    """A norm whose gradient is a partial sum: the summands are finite, whatever the sum is; and metrics after it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    norm = nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Replicate()]))
+    matrix = nn.Parameter(distribute_tensor(torch.eye(8), mesh, [Shard(0)]))
+    opt = Muon([("block.norm", norm), ("block.w", matrix)], lr=0.1)
+    found = []
+    for each in (value, 1.0):
+        norm.grad = DTensor.from_local(torch.full((6,), each), mesh, [Partial()], run_check=False)
+        matrix.grad = DTensor.from_local(torch.ones(8, 8), mesh, [Replicate()], run_check=False)
+        opt.step()
+        metrics = opt.metrics()
+        finite = bool(torch.isfinite(norm.to_local()).all() and torch.isfinite(matrix.to_local()).all())
+        found.append((finite, metrics["skipped_non_finite"]))
+    return found
 
 
 def pickled_on_one_rank():

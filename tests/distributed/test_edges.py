@@ -43,6 +43,12 @@ def test_large_gradients_are_taken_where_their_sum_can_be_and_skipped_where_not(
         assert (moved, finite, found) == ([not skipped] * 2, True, skipped)
 
 
+@pytest.mark.parametrize(("value", "skipped"), [(1e38, 0.0), (2e38, 1.0), (float("nan"), 1.0)])
+def test_partial_sums_that_would_overflow_are_noticed_and_break_nothing(pool, value, skipped):
+    for found in pool(2).run(edge_scenarios.summands, value):
+        assert found == [(True, skipped), (True, skipped)]
+
+
 def test_an_optimizer_that_cannot_be_pickled_says_so_at_once(pool):
     (words, seconds), other = pool(2).run(edge_scenarios.pickled_on_one_rank)
     assert "opt.state_dict()" in words and seconds < 5 and other is None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon, NonFiniteGradientError, NonFiniteGradientWarning
 
@@ -193,3 +194,24 @@ def test_a_frozen_parameters_missing_gradient_is_no_reason_to_skip() -> None:
     after = everything(model, opt)
     assert torch.equal(after[0], before[0]) and not torch.equal(after[2], before[2])
     assert torch.equal(opt.state[model.hidden.weight]["momentum_buffer"], kept["momentum_buffer"])
+
+
+def test_a_model_in_fp32_takes_no_fp64_to_its_device():
+    """Some devices have none."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for each in result if isinstance(result, (list, tuple)) else [result]:
+                if isinstance(each, torch.Tensor) and each.dtype == torch.float64:
+                    seen.append(str(func))
+            return result
+
+    for dtype in (torch.float32, torch.float64):
+        param = torch.nn.Parameter(torch.eye(4, dtype=dtype))
+        opt = Muon([param])
+        param.grad = torch.ones_like(param)
+        with Watch():
+            opt.step()
+        assert bool(seen) == (dtype == torch.float64), seen

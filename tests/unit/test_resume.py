@@ -1,9 +1,11 @@
 """save_checkpoint and load_checkpoint on one process: complete or not there, loaded whole or not at all."""
 
+import enum
 import pickle
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -314,3 +316,32 @@ def test_what_the_second_of_two_optimizers_refuses_changes_neither(tmp_path):
         load_checkpoint(tmp_path / "a", model, parts)
     after = [*model.parameters(), *(part.state[p]["momentum_buffer"] for part in parts for p in part.state)]
     assert same(dict(enumerate(before)), dict(enumerate(after)))
+
+
+def test_numpys_numbers_in_a_group_come_back_as_plain_ones(tmp_path):
+    model, opt = build()
+    torch.optim.lr_scheduler.LambdaLR(opt, lambda step: np.float64(0.5))
+    opt.param_groups[0]["weight_decay"] = np.float32(0.25)
+    assert type(opt.param_groups[0]["lr"]) is np.float64
+    save_checkpoint(tmp_path / "a", model, opt)
+    other, again = build(seed=1)
+    load_checkpoint(tmp_path / "a", other, again)
+    assert again.param_groups[0]["weight_decay"] == 0.25
+    assert float(again.param_groups[0]["lr"]) == float(opt.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("key", [np.int64(3), enum.Enum("Kind", ["ONE"]).ONE])
+def test_names_that_could_not_come_back_are_refused_at_once(tmp_path, key):
+    with pytest.raises(CheckpointError, match="extra"):
+        save_checkpoint(tmp_path / "a", *build(), extra={key: 1})
+    assert not (tmp_path / "a").exists()
+
+
+def test_extra_that_is_not_what_was_written_is_named(tmp_path):
+    model, opt = build()
+    save_checkpoint(tmp_path / "a", model, opt, extra={"step": 3})
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    for load in (lambda: checkpoint_extra(tmp_path / "a"), lambda: load_checkpoint(tmp_path / "a", model, opt)):
+        with pytest.raises(CheckpointError, match="checkpoint "):
+            load()

@@ -82,6 +82,7 @@ class _Report:
         arrived: When it is here; None if it is.
         present: For each, whether any rank has a gradient; None if nobody was asked.
         refusal: What was wrong on this rank, if it was this one.
+        laid_anew: Whether any gradient lies otherwise than its parameter; None if nobody was asked.
     """
 
     step: int
@@ -93,6 +94,7 @@ class _Report:
     arrived: torch.cuda.Event | None = None
     present: Tensor | None = None
     refusal: Exception | None = None
+    laid_anew: Tensor | None = None
 
     def go(self) -> Tensor:
         """Whether the step happens, as a flag on the device."""
@@ -117,7 +119,11 @@ class Agreement:
         self._skipped = 0
         self._overflows = 0
         self._on_their_way: deque[_Report] = deque()
-        self._limits: tuple[torch.device | None, list[float], Tensor] = (None, [], torch.empty(0))
+        self._limits: tuple[torch.device | None, torch.dtype | None, list[float], Tensor]
+        self._limits = (None, None, [], torch.empty(0))
+        self._laid_anew = (
+            False  # whether gradients lie otherwise than their parameters, as ranks found at the first step
+        )
 
     def check(
         self, watched: Sequence[Watched], *, peers: Peers, found_inf: Tensor | None, unscale: Tensor | None
@@ -147,8 +153,13 @@ class Agreement:
             raise AgreedRefusalError(refused)
         if peers.alone and found_inf is None and not (read and any(w.grad is not None for w in watched)):
             return Verdict(go=True)
+        at_once = peers.device.type == "cpu" or self._policy == "raise" or self._steps == 1 or self._laid_anew
+        if not at_once and not peers.alone:
+            for item in watched:
+                item.refused = item.refused or _came_late(item)
         report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
-        if report.bad.device.type == "cpu" or self._policy == "raise" or self._steps == 1:
+        if report.bad.device.type == "cpu" or at_once:
+            self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
             return Verdict(go=self._account(report, watched, peers), present=report.present)
         self._on_their_way.append(_sent(report))
         return Verdict(go=True, flag=report.go(), present=report.present)
@@ -172,7 +183,8 @@ class Agreement:
         refused = refused | (present & (told[Row.PLACED] != -told[Row.MINUS_PLACED]))  # each rank lays it out otherwise
         torn = absent & present & ~refused
         # What one mesh has learned must stop the others as well.
-        rows = (bad | own_bad, torn, refused | own_refused, scaled, new_plan, differing)
+        odd = told[Row.PLACED] > _number("")
+        rows = (bad | own_bad, torn, refused | own_refused, scaled, new_plan, differing, odd)
         found = torch.stack([row.any() for row in rows])
         beyond = peers.spread(found.to(torch.int32)).bool()
         if device.type == "cpu":
@@ -186,14 +198,17 @@ class Agreement:
         bad, torn, differing = (torch.cat([row, beyond[i : i + 1]]) for row, i in ((bad, 0), (torn, 1), (differing, 5)))
         refusal = next((w.refused for w in watched if w.refused is not None), None)
         overflow = beyond[3].float()
-        return _Report(self._steps, names, bad, torn, differing, overflow, present=present, refusal=refusal)
+        return _Report(
+            self._steps, names, bad, torn, differing, overflow, present=present, refusal=refusal, laid_anew=beyond[6]
+        )
 
     def _limits_on(self, device: torch.device, watched: Sequence[Watched]) -> Tensor:
         """The largest magnitudes on a device: the same from step to step, so brought there once."""
         largest = [w.largest for w in watched]
-        if (device, largest) != self._limits[:2]:
-            self._limits = (device, largest, _on(device, largest))
-        return self._limits[2]
+        dtype = torch.float64 if any(w.grad is not None and w.grad.dtype == torch.float64 for w in watched) else None
+        if (device, dtype, largest) != self._limits[:3]:
+            self._limits = (device, dtype, largest, _on(device, largest, dtype or torch.float32))
+        return self._limits[3]
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
         mine = next((w.refused for w in watched if w.refused is not None), None)
@@ -287,9 +302,8 @@ def _unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None
     return found
 
 
-def _on(device: torch.device, numbers: Sequence[float]) -> Tensor:
-    """Bring numbers to a device without waiting for it; floats as fp64."""
-    dtype = torch.float64 if isinstance(numbers[0], float) else None
+def _on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """Bring numbers to a device without waiting for it."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
@@ -318,8 +332,17 @@ def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor | None, pe
 
 @functools.cache
 def _number(words: str) -> int:
-    """A number from 1 on for some words, the same on every rank."""
-    return (zlib.crc32(words.encode()) >> 1) or 1
+    """A number for some words, the same on every rank: 1 for none, more for any."""
+    return 1 if not words else 2 + (zlib.crc32(words.encode()) >> 2)
+
+
+def _came_late(item: Watched) -> Exception | None:
+    """Laying a gradient out anew is a collective. Where the device decides, nobody can know whether all take part."""
+    if not item.placed:
+        return None
+    found = f"a gradient placed {item.placed}, otherwise than its parameter, though none was at the first step"
+    do = "Reduce or redistribute it before the step, or give it so from the first step on"
+    return ValueError(message(f"parameter {item.name!r}", found=found, do=do))
 
 
 def _sent(report: _Report) -> _Report:

@@ -230,20 +230,27 @@ def _local_buckets(
     limit = _at_once(first, recipe, execution, in_flight=execution.max_in_flight if beside_others else 1)
     limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
     total = max(1, sum(matrix.count for matrix in matrices))
-    limit = math.ceil(total / math.ceil(total / limit))
-    filled: list[list[Matrix]] = []
-    room = 0
-    small = [dataclasses.replace(matrix, block=block) for matrix in matrices for block in matrix.block.cut(limit)]
-    for matrix in small:
-        if matrix.count > room or not filled:
-            filled.append([])
-            room = limit
-        filled[-1].append(matrix)
-        room -= matrix.count
+    even = math.ceil(total / math.ceil(total / limit))
+    filled = min((_filled(matrices, most) for most in (even, limit)), key=len)  # stacks may fit the even ones worse
     parameter = first.parameter
     return [
         Bucket(0, parameter.group, tuple(content), first.wide_shape, parameter.device, recipe) for content in filled
     ]
+
+
+def _filled(matrices: Sequence[Matrix], most: int) -> list[list[Matrix]]:
+    """Put matrices together, in their order, at most so many; larger stacks are cut."""
+    filled: list[list[Matrix]] = []
+    room = 0
+    for matrix in matrices:
+        for block in matrix.block.cut(most):
+            part = dataclasses.replace(matrix, block=block)
+            if part.count > room or not filled:
+                filled.append([])
+                room = most
+            filled[-1].append(part)
+            room -= part.count
+    return filled
 
 
 def _owned_buckets(

@@ -188,7 +188,8 @@ def power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
         2^-e and e, both (batch, 1, 1).
     """
     peak = torch.maximum(x.amax(dim=(-2, -1), keepdim=True), -x.amin(dim=(-2, -1), keepdim=True))
-    exponent = torch.frexp(peak).exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    largest = 1022 if x.dtype == torch.float64 else LARGEST_EXPONENT
+    exponent = torch.frexp(peak).exponent.clamp_(-largest, largest)
     return torch.ldexp(torch.ones_like(peak), -exponent), exponent
 
 

@@ -137,7 +137,8 @@ def followed_layers(model: nn.Module) -> set[Tensor]:
 def _head(c: Candidate) -> Routing | None:
     if c.tensor.ndim != 2:
         return None
-    if _is_head_name(c.name) and not c.is_followed:
+    is_numbered = c.name.rpartition(".")[0].rpartition(".")[2].isdigit()  # then the word is the stack's, not its own
+    if _is_head_name(c.name) and not (c.is_followed and is_numbered):
         return Routing(c.name, "adamw", "output head, by name")
     if c.is_head_by_size:
         return Routing(c.name, "adamw", "output head: the last nn.Linear, shaped like the embedding")

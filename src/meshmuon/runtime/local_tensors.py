@@ -169,7 +169,8 @@ class LocalTensors:
         for matrix, place in zip(bucket.matrices, places, strict=True):  # every call counts: a model has many matrices
             param = params[matrix.parameter.position]
             select, grad = matrix.block.select, param.grad
-            grad = None if grad is None else select(local(grad))
+            # One that lies otherwise is laid out anew in a step; who asks between steps does without it.
+            grad = None if grad is None or odd_placements(param) else select(local(grad))
             buffer = select(local(self._state[param]["momentum_buffer"]))
             items.append(MatrixTensors(matrix, select(local(param)), grad, buffer, place, grad is not None))
         return items
@@ -259,6 +260,8 @@ class LocalTensors:
             except (TypeError, ValueError) as error:
                 refused = error  # told to the peers before it is raised, or they would wait for this rank
             shared, placed = record.layout is not None, odd_placements(param)
+            if placed and record.layout is not None and grad is not None:  # perhaps a summand
+                largest = min(largest, torch.finfo(grad.dtype).max / len(record.layout.ranks))
             watched.append(Watched(record.name, grad, largest, shared, refused, may_lack=syncs, placed=placed))
         return watched
 

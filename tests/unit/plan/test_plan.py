@@ -295,6 +295,16 @@ def test_local_buckets_are_of_nearly_equal_size(count, cut):
     assert [len(bucket.matrices) for bucket in plan.buckets] == cut
 
 
+@pytest.mark.parametrize(
+    ("stacks", "each", "cut"), [(5, 6, [12, 12, 6]), (3, 4, [12]), (1, 25, [9, 9, 7]), (2, 9, [9, 9])]
+)
+def test_stacks_are_not_spread_over_more_buckets_to_make_them_even(stacks, each, cut):
+    alike = [parameter(f"p{i}", (each, 32, 48), view=MatrixView(experts=True)) for i in range(stacks)]
+    one = plan_for(lambda rank: [parameter("p", (1, 32, 48), view=MatrixView(experts=True))], 0, 1).buckets[0].bytes
+    plan = plan_for(lambda rank: alike, 0, 1, workspace_bytes=12 * one)
+    assert [sum(matrix.count for matrix in bucket.matrices) for bucket in plan.buckets] == cut
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3, 4])
 def test_as_many_buckets_as_may_be_in_flight_fit_the_workspace_together(max_in_flight, sharded):

@@ -227,3 +227,9 @@ def test_wrong_restarts_are_refused(restarts):
             dtype=torch.float32,
             eps=1e-7,
         )
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-150, 1e150, 1e300])
+def test_fp64_has_a_range_of_its_own(scale):
+    x = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(orthogonalize(x * scale), orthogonalize(x), rtol=1e-9, atol=1e-12)

@@ -1,5 +1,6 @@
 """Section C, first half: which parameter takes which algorithm."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -139,6 +140,8 @@ def test_hidden_layers_of_a_classifier_lose_muon() -> None:
         nn.ReLU(),
         nn.Linear(8, 3, bias=False),
     ]
+    whole = nn.Sequential(OrderedDict(l=nn.Linear(8, 8), lm_head=nn.Linear(8, 9, bias=False), value=nn.Linear(9, 1)))
+    assert routes(Muon(whole))["lm_head.weight"] == "adamw", "called so itself"
     tasks = nn.ModuleList([nn.Linear(8, 3, bias=False), nn.Linear(8, 2, bias=False)])
     assert routes(Muon(Holder(classifier=nn.Sequential(*layers), heads=tasks))) == {
         "classifier.0.weight": "muon",
