@@ -66,6 +66,9 @@ def draw_sweep(results: Results, path: Path, *, title: str) -> None:
         dots = [(s.lr, o.loss) for s in settings for o in s.outcomes]
         panel.scatter(*zip(*dots, strict=True), s=12, color=_STYLES[name]["color"])
     panel.set(xscale="log", xlabel="peak learning rate", ylabel=LOSS_LABEL, ylim=(best - 0.05, best + 1.0))
+    rates = sorted({setting.lr for setting in results.settings()})
+    panel.set_xticks(rates, [f"{lr:g}" for lr in rates])
+    panel.minorticks_off()
     panel.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
