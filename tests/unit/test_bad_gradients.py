@@ -3,6 +3,7 @@
 import copy
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon, NonFiniteGradientError, NonFiniteGradientWarning
+from meshmuon.config import Execution
+from meshmuon.exchange import agreement as agreement_module
+from meshmuon.exchange.agreement import Agreement, Watched
+from meshmuon.exchange.groups import Groups
+from meshmuon.exchange.peers import Health, Peers
+from meshmuon.plan.build import build_plan
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 NAMES = ["hidden.weight", "hidden.bias", "wide.weight", "wide.bias"]
@@ -215,3 +222,16 @@ def test_a_model_in_fp32_takes_no_fp64_to_its_device():
         with Watch():
             opt.step()
         assert bool(seen) == (dtype == torch.float64), seen
+
+
+def test_a_device_of_its_own_decides_without_the_host():
+    """On the meta device nothing can be read: whoever looks at the answer fails."""
+    plan = build_plan([], polar={}, execution=Execution(allow_no_muon=True))
+    peers = Peers(plan, Groups(), settings=list, health=Health())
+    watched = [Watched("w", torch.ones(3, device="meta"), 1.0, shared=False)]
+    agreement = Agreement("skip")
+    with mock.patch.object(agreement_module, "_sent", lambda report: report):
+        with pytest.raises(RuntimeError, match="meta"):  # the first step is decided by the host
+            agreement.check(watched, peers=peers, found_inf=None, unscale=None)
+        verdict = agreement.check(watched, peers=peers, found_inf=None, unscale=None)
+    assert verdict.go and verdict.flag is not None and verdict.flag.device.type == "meta"

@@ -121,9 +121,7 @@ class Agreement:
         self._on_their_way: deque[_Report] = deque()
         self._limits: tuple[torch.device | None, torch.dtype | None, list[float], Tensor]
         self._limits = (None, None, [], torch.empty(0))
-        self._laid_anew = (
-            False  # whether gradients lie otherwise than their parameters, as ranks found at the first step
-        )
+        self._laid_anew = False  # whether gradients lie otherwise than their parameters, as all ranks have found
 
     def check(
         self, watched: Sequence[Watched], *, peers: Peers, found_inf: Tensor | None, unscale: Tensor | None
@@ -148,28 +146,34 @@ class Agreement:
         self._steps += 1
         if not isinstance(found_inf, Tensor):
             found_inf = None  # GradScaler gives the number 0 when there is no gradient at all
-        read = self._policy != "ignore"
         if peers.alone and (refused := next((w.refused for w in watched if w.refused), None)):
             raise AgreedRefusalError(refused)
-        if peers.alone and found_inf is None and not (read and any(w.grad is not None for w in watched)):
+        nothing_to_read = self._policy == "ignore" or all(w.grad is None for w in watched)
+        if peers.alone and found_inf is None and nothing_to_read:
             return Verdict(go=True)
-        at_once = peers.device.type == "cpu" or self._policy == "raise" or self._steps == 1 or self._laid_anew
+        otherwise = peers.device if found_inf is None else found_inf.device
+        device = next((w.grad.device for w in watched if w.grad is not None), otherwise)
+        at_once = device.type == "cpu" or self._policy == "raise" or self._steps == 1 or self._laid_anew
         if not at_once and not peers.alone:
             for item in watched:
                 item.refused = item.refused or _came_late(item)
-        report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
-        if report.bad.device.type == "cpu" or at_once:
+        report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device)
+        if at_once:
             self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
             return Verdict(go=self._account(report, watched, peers), present=report.present)
         self._on_their_way.append(_sent(report))
         return Verdict(go=True, flag=report.go(), present=report.present)
 
     def _report(
-        self, watched: Sequence[Watched], peers: Peers, *, found_inf: Tensor | None, unscale: Tensor | None, read: bool
+        self,
+        watched: Sequence[Watched],
+        peers: Peers,
+        *,
+        found_inf: Tensor | None,
+        unscale: Tensor | None,
+        device: torch.device,
     ) -> _Report:
-        grads = [w.grad for w in watched if w.grad is not None]
-        device = grads[0].device if grads else (peers.device if found_inf is None else found_inf.device)
-        if read:
+        if self._policy != "ignore":
             bad = _unusable(watched, self._limits_on(device, watched), unscale)
         else:
             bad = torch.zeros(len(watched), dtype=torch.bool, device=device)
@@ -190,7 +194,7 @@ class Agreement:
         if device.type == "cpu":
             if bool(beyond[4]) or bool(beyond[5]):
                 peers.meet(again=True)  # names what differs
-                return self._report(watched, peers, found_inf=found_inf, unscale=unscale, read=read)
+                return self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device)
             if bool(beyond[2]):
                 self._raise_refusal(watched, refused)
         else:  # nothing is written, and it is reported with the others when the answer has arrived
