@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon, NonFiniteGradientError, NonFiniteGradientWarning
 from meshmuon.config import Execution
-from meshmuon.exchange import agreement as agreement_module
-from meshmuon.exchange.agreement import Agreement, Watched
+from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.peers import Health, Peers
+from meshmuon.exchange.report import Report
+from meshmuon.exchange.status import Watched
 from meshmuon.plan.build import build_plan
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -230,7 +231,7 @@ def test_a_device_of_its_own_decides_without_the_host():
     peers = Peers(plan, Groups(), settings=list, health=Health())
     watched = [Watched("w", torch.ones(3, device="meta"), 1.0, shared=False)]
     agreement = Agreement("skip")
-    with mock.patch.object(agreement_module, "_sent", lambda report: report):
+    with mock.patch.object(Report, "sent", lambda report: report):
         with pytest.raises(RuntimeError, match="meta"):  # the first step is decided by the host
             agreement.check(watched, peers=peers, found_inf=None, unscale=None)
         verdict = agreement.check(watched, peers=peers, found_inf=None, unscale=None)

@@ -6,13 +6,9 @@ host never waits; who was to blame is looked up when the answer has arrived by i
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,33 +23,9 @@ from meshmuon.errors import (
     some,
     warn_user,
 )
-from meshmuon.exchange.peers import AgreedRefusalError, Peers, Row
-
-_ELSEWHERE = "a parameter that other ranks hold"
-_LARGEST = 2**31 - 1
-
-
-@dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
-class Watched:
-    """A parameter's gradient, if it has one.
-
-    Attributes:
-        name: The parameter.
-        grad: What this rank holds of the gradient.
-        largest: The largest magnitude its arithmetic can take.
-        shared: Whether other ranks hold the parameter too.
-        refused: Why the gradient, or something else that was given for the step, cannot be used at all, if so.
-        may_lack: Whether a rank may be without a gradient that others have: it then counts as zero.
-        placed: How the gradient lies, in words; empty: as its parameter.
-    """
-
-    name: str
-    grad: Tensor | None
-    largest: float
-    shared: bool
-    refused: Exception | None = None
-    may_lack: bool = False
-    placed: str = ""
+from meshmuon.exchange.peers import AgreedRefusalError, Peers
+from meshmuon.exchange.report import ELSEWHERE, Report
+from meshmuon.exchange.status import Limits, Row, Watched, number_of, status, unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,48 +40,6 @@ class Verdict:
     present: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """An answer, perhaps on its way to the host.
-
-    Attributes:
-        step: Which step it is about.
-        names: The parameters.
-        bad: For each, whether a gradient was not usable on any rank; one more for anything on a connected mesh.
-        torn: For each, whether some ranks had a gradient and some had none; None for a rank that is alone.
-        differing: For each, whether its hyper-parameters were not the same on all ranks; likewise.
-        overflow: Whether GradScaler saw an overflow; None if it is not there.
-        arrived: When it is here; None if it is.
-        present: For each, whether any rank has a gradient; None if nobody was asked.
-        refusal: What was wrong on this rank, if it was this one.
-        laid_anew: Whether any gradient lies otherwise than its parameter; None if nobody was asked.
-    """
-
-    step: int
-    names: tuple[str, ...]
-    bad: Tensor
-    torn: Tensor | None = None
-    differing: Tensor | None = None
-    overflow: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
-    present: Tensor | None = None
-    refusal: Exception | None = None
-    laid_anew: Tensor | None = None
-
-    def go(self) -> Tensor:
-        """Whether the step happens, as a flag on the device."""
-        wrong = [row.any() for row in (self.bad, self.torn, self.differing) if row is not None]
-        if self.overflow is not None:
-            wrong.append(self.overflow != 0)
-        return ~(wrong[0] if len(wrong) == 1 else torch.stack(wrong).any())
-
-    def named(self, row: Tensor | None) -> list[str]:
-        """The parameters a row is about, or what stands for them where the last of it, a connected mesh, is meant."""
-        if row is None or not bool(row.any()):
-            return []
-        return [name for name, told in zip(self.names, row.tolist(), strict=False) if told] or [_ELSEWHERE]
-
-
 class Agreement:
     """Decides each step from the gradients of all ranks, and keeps count."""
 
@@ -118,9 +48,8 @@ class Agreement:
         self._steps = 0
         self._skipped = 0
         self._overflows = 0
-        self._on_their_way: deque[_Report] = deque()
-        self._limits: tuple[torch.device | None, torch.dtype | None, list[float], Tensor]
-        self._limits = (None, None, [], torch.empty(0))
+        self._on_their_way: deque[Report] = deque()
+        self._limits = Limits()
         self._laid_anew = False  # whether gradients lie otherwise than their parameters, as all ranks have found
 
     def check(
@@ -161,7 +90,7 @@ class Agreement:
         if at_once:
             self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
             return Verdict(go=self._account(report, watched, peers), present=report.present)
-        self._on_their_way.append(_sent(report))
+        self._on_their_way.append(report.sent())
         return Verdict(go=True, flag=report.go(), present=report.present)
 
     def _report(
@@ -172,22 +101,22 @@ class Agreement:
         found_inf: Tensor | None,
         unscale: Tensor | None,
         device: torch.device,
-    ) -> _Report:
+    ) -> Report:
         if self._policy != "ignore":
-            bad = _unusable(watched, self._limits_on(device, watched), unscale)
+            bad = unusable(watched, self._limits.on(device, watched), unscale)
         else:
             bad = torch.zeros(len(watched), dtype=torch.bool, device=device)
         overflow = None if found_inf is None else found_inf.to(device, torch.float32)
         names = tuple(w.name for w in watched)
         if peers.alone:
-            return _Report(self._steps, names, bad, overflow=overflow)
-        told = peers.combine(_status(watched, bad, overflow, peers))
+            return Report(self._steps, names, bad, overflow=overflow)
+        told = peers.combine(status(watched, bad, overflow, settings=peers.settings_hashes(), unshared=peers.unshared))
         bad, absent, present, refused, scaled, new_plan, own_bad, own_refused = told[: Row.PLACED].bool()
         differing = told[Row.SETTINGS] != -told[Row.MINUS_SETTINGS]
         refused = refused | (present & (told[Row.PLACED] != -told[Row.MINUS_PLACED]))  # each rank lays it out otherwise
         torn = absent & present & ~refused
         # What one mesh has learned must stop the others as well.
-        odd = told[Row.PLACED] > _number("")
+        odd = told[Row.PLACED] > number_of("")
         rows = (bad | own_bad, torn, refused | own_refused, scaled, new_plan, differing, odd)
         found = torch.stack([row.any() for row in rows])
         beyond = peers.spread(found.to(torch.int32)).bool()
@@ -202,24 +131,16 @@ class Agreement:
         bad, torn, differing = (torch.cat([row, beyond[i : i + 1]]) for row, i in ((bad, 0), (torn, 1), (differing, 5)))
         refusal = next((w.refused for w in watched if w.refused is not None), None)
         overflow = beyond[3].float()
-        return _Report(
+        return Report(
             self._steps, names, bad, torn, differing, overflow, present=present, refusal=refusal, laid_anew=beyond[6]
         )
-
-    def _limits_on(self, device: torch.device, watched: Sequence[Watched]) -> Tensor:
-        """The largest magnitudes on a device: the same from step to step, so brought there once."""
-        largest = [w.largest for w in watched]
-        dtype = torch.float64 if any(w.grad is not None and w.grad.dtype == torch.float64 for w in watched) else None
-        if (device, dtype, largest) != self._limits[:3]:
-            self._limits = (device, dtype, largest, _on(device, largest, dtype or torch.float32))
-        return self._limits[3]
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
         mine = next((w.refused for w in watched if w.refused is not None), None)
         if mine is not None:
             raise AgreedRefusalError(mine)
         names = [w.name for w, elsewhere in zip(watched, refused.tolist(), strict=True) if elsewhere]
-        what = some(names or [_ELSEWHERE])
+        what = some(names or [ELSEWHERE])
         found = (
             f"another rank cannot use the gradient of {what}, or has it laid out otherwise, or cannot use its qk_logits"
         )
@@ -249,7 +170,7 @@ class Agreement:
             "skipped_grad_scaler": float(self._overflows),
         }
 
-    def _account(self, report: _Report, watched: Sequence[Watched] | None = None, peers: Peers | None = None) -> bool:
+    def _account(self, report: Report, watched: Sequence[Watched] | None = None, peers: Peers | None = None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
         if odd := report.named(report.differing):
             found = f"not the same hyper-parameters on all ranks for {some(odd)}"
@@ -287,59 +208,6 @@ class Agreement:
         return message(f"step {step}", found=found, do=do)
 
 
-def _unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None) -> Tensor:
-    """One bool per parameter: whether its arithmetic could not take some magnitude. NaN fails any comparison."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, item in enumerate(watched):
-        if item.grad is not None and item.grad.numel():
-            alike.setdefault((item.grad.device, item.grad.dtype), []).append(i)
-    device = limits.device
-    found = torch.zeros(len(watched), dtype=torch.bool, device=device)
-    for (_, dtype), indices in alike.items():
-        peaks = torch._foreach_norm([watched[i].grad for i in indices], float("inf"))  # type: ignore[misc]
-        peak = torch.stack(peaks).to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
-        peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
-        if len(indices) == len(watched):
-            return ~(peak <= limits)
-        here = _on(device, indices)
-        found[here] = ~(peak <= limits[here])
-    return found
-
-
-def _on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
-    """Bring numbers to a device without waiting for it."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def _status(watched: Sequence[Watched], bad: Tensor, overflow: Tensor | None, peers: Peers) -> Tensor:
-    """What this rank has to tell: a row of numbers for each `Row`. Brought to the device without waiting for it."""
-    settings, unshared = peers.settings_hashes(), peers.unshared
-    own_refused = any(w.refused is not None and own for w, own in zip(watched, unshared, strict=True))
-    known = [
-        [w.shared and w.grad is None and not w.may_lack for w in watched],
-        [w.shared and w.grad is not None for w in watched],
-        [w.refused is not None for w in watched],
-        [False] * len(watched),
-        unshared,
-        [own_refused] * len(watched),
-        placed := [0 if w.grad is None else _number(w.placed) for w in watched],
-        settings,
-        [-h or -_LARGEST for h in placed],
-        [-h for h in settings],
-    ]
-    host = torch.tensor(known, dtype=torch.int32, pin_memory=bad.is_cuda)
-    absent, present, refused, new_plan, own, *others = host.to(bad.device, non_blocking=True)
-    own_bad = (bad & own.bool()).any().to(torch.int32).expand(len(watched))
-    scaled = torch.zeros_like(absent) if overflow is None else overflow.ne(0).expand(len(watched)).to(torch.int32)
-    return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, own_bad, *others])
-
-
-@functools.cache
-def _number(words: str) -> int:
-    """A number for some words, the same on every rank: 1 for none, more for any."""
-    return 1 if not words else 2 + (zlib.crc32(words.encode()) >> 2)
-
-
 def _came_late(item: Watched) -> Exception | None:
     """Laying a gradient out anew is a collective. Where the device decides, nobody can know whether all take part."""
     if not item.placed:
@@ -347,19 +215,3 @@ def _came_late(item: Watched) -> Exception | None:
     found = f"a gradient placed {item.placed}, otherwise than its parameter, though none was at the first step"
     do = "Reduce or redistribute it before the step, or give it so from the first step on"
     return ValueError(message(f"parameter {item.name!r}", found=found, do=do))
-
-
-def _sent(report: _Report) -> _Report:
-    """Start the copy of a report to the host. Pinned memory: a copy to any other waits for the device."""
-
-    def to_host(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-
-    fields = ("bad", "torn", "differing", "overflow")
-    answers: dict[str, Any] = {name: to_host(getattr(report, name)) for name in fields}
-    arrived = torch.cuda.Event() if report.bad.is_cuda else None
-    if arrived is not None:
-        arrived.record()
-    return dataclasses.replace(report, **answers, arrived=arrived, present=None)

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from meshmuon.errors import (
 )
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.roll_call import silent_ranks
+from meshmuon.exchange.status import Row
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.fingerprint import digest, fingerprint, team_fingerprints
 
@@ -35,23 +35,6 @@ class Health:
 
     broken: str | None = None
     incidents: int = 0
-
-
-class Row(IntEnum):
-    """What every rank tells its peers about each parameter, each step: a number, of which all learn the largest."""
-
-    BAD = 0
-    ABSENT = 1
-    PRESENT = 2
-    REFUSED = 3
-    OVERFLOW = 4
-    NEW_PLAN = 5
-    OWN_BAD = 6  # of parameters that this rank shares with nobody: the same in every column
-    OWN_REFUSED = 7
-    PLACED = 8  # a number for how the gradient lies; 0 if there is none
-    SETTINGS = 9
-    MINUS_PLACED = 10
-    MINUS_SETTINGS = 11  # the largest of -h is minus the least of h: the two tell whether all have the same h
 
 
 class AgreedRefusalError(Exception):

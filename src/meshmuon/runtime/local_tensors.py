@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon.exchange.agreement import Watched
 from meshmuon.exchange.gradients import settle_gradients
+from meshmuon.exchange.status import Watched
 from meshmuon.layout.mesh import local, odd_placements
 from meshmuon.layout.records import Matrix, ParameterRecord, Place, wire_dtype
 from meshmuon.layout.tensors import usable_gradient

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.errors import message, some
-from meshmuon.exchange.agreement import Watched
+from meshmuon.exchange.status import Watched
 from meshmuon.layout.heads import AttentionLayer, HeadParameter, Slots, attention_layers
 from meshmuon.layout.mesh import layout_of, local
 from meshmuon.plan.bucket import Plan

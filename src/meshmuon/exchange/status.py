@@ -1,0 +1,157 @@
+"""What every rank tells its peers at the beginning of a step."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_LARGEST = 2**31 - 1
+
+
+class Row(IntEnum):
+    """What every rank tells its peers about each parameter, each step: a number, of which all learn the largest."""
+
+    BAD = 0
+    ABSENT = 1
+    PRESENT = 2
+    REFUSED = 3
+    OVERFLOW = 4
+    NEW_PLAN = 5
+    OWN_BAD = 6  # of parameters that this rank shares with nobody: the same in every column
+    OWN_REFUSED = 7
+    PLACED = 8  # a number for how the gradient lies; 0 if there is none
+    SETTINGS = 9
+    MINUS_PLACED = 10
+    MINUS_SETTINGS = 11  # the largest of -h is minus the least of h: the two tell whether all have the same h
+
+
+@dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
+class Watched:
+    """A parameter's gradient, if it has one.
+
+    Attributes:
+        name: The parameter.
+        grad: What this rank holds of the gradient.
+        largest: The largest magnitude its arithmetic can take.
+        shared: Whether other ranks hold the parameter too.
+        refused: Why the gradient, or something else that was given for the step, cannot be used at all, if so.
+        may_lack: Whether a rank may be without a gradient that others have: it then counts as zero.
+        placed: How the gradient lies, in words; empty: as its parameter.
+    """
+
+    name: str
+    grad: Tensor | None
+    largest: float
+    shared: bool
+    refused: Exception | None = None
+    may_lack: bool = False
+    placed: str = ""
+
+
+class Limits:
+    """The largest magnitudes that gradients may have: the same from step to step, so brought to the device once."""
+
+    def __init__(self) -> None:
+        self._known: tuple[torch.device | None, torch.dtype | None, list[float], Tensor]
+        self._known = (None, None, [], torch.empty(0))
+
+    def on(self, device: torch.device, watched: Sequence[Watched]) -> Tensor:
+        """Give them on a device.
+
+        Args:
+            device: Where.
+            watched: Every parameter.
+
+        Returns:
+            One number each, fp64 if a gradient is.
+        """
+        largest = [w.largest for w in watched]
+        dtype = torch.float64 if any(w.grad is not None and w.grad.dtype == torch.float64 for w in watched) else None
+        if (device, dtype, largest) != self._known[:3]:
+            self._known = (device, dtype, largest, _on(device, largest, dtype or torch.float32))
+        return self._known[3]
+
+
+def unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None) -> Tensor:
+    """Find gradients that arithmetic could not take. NaN fails any comparison.
+
+    Args:
+        watched: Every parameter.
+        limits: The largest magnitude of each.
+        unscale: What gradients will be multiplied with when read, or None.
+
+    Returns:
+        One bool per parameter.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, item in enumerate(watched):
+        if item.grad is not None and item.grad.numel():
+            alike.setdefault((item.grad.device, item.grad.dtype), []).append(i)
+    device = limits.device
+    found = torch.zeros(len(watched), dtype=torch.bool, device=device)
+    for (_, dtype), indices in alike.items():
+        peaks = torch._foreach_norm([watched[i].grad for i in indices], float("inf"))  # type: ignore[misc]
+        peak = torch.stack(peaks).to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+        peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
+        if len(indices) == len(watched):
+            return ~(peak <= limits)
+        here = _on(device, indices)
+        found[here] = ~(peak <= limits[here])
+    return found
+
+
+def _on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """Bring numbers to a device without waiting for it."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def status(
+    watched: Sequence[Watched],
+    bad: Tensor,
+    overflow: Tensor | None,
+    *,
+    settings: Sequence[int],
+    unshared: Sequence[bool],
+) -> Tensor:
+    """Say what this rank has to tell, brought to the device without waiting for it.
+
+    Args:
+        watched: Every parameter.
+        bad: For each, whether its gradient is not usable.
+        overflow: What GradScaler saw, or None.
+        settings: For each, a number for its hyper-parameters.
+        unshared: For each, whether nobody else is asked about it.
+
+    Returns:
+        int32, one row for each `Row`.
+    """
+    own_refused = any(w.refused is not None and own for w, own in zip(watched, unshared, strict=True))
+    known = [
+        [w.shared and w.grad is None and not w.may_lack for w in watched],
+        [w.shared and w.grad is not None for w in watched],
+        [w.refused is not None for w in watched],
+        [False] * len(watched),
+        unshared,
+        [own_refused] * len(watched),
+        placed := [0 if w.grad is None else number_of(w.placed) for w in watched],
+        settings,
+        [-h or -_LARGEST for h in placed],
+        [-h for h in settings],
+    ]
+    host = torch.tensor(known, dtype=torch.int32, pin_memory=bad.is_cuda)
+    absent, present, refused, new_plan, own, *others = host.to(bad.device, non_blocking=True)
+    own_bad = (bad & own.bool()).any().to(torch.int32).expand(len(watched))
+    scaled = torch.zeros_like(absent) if overflow is None else overflow.ne(0).expand(len(watched)).to(torch.int32)
+    return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, own_bad, *others])
+
+
+@functools.cache
+def number_of(words: str) -> int:
+    """Give a number for some words, the same on every rank: 1 for none, more for any."""
+    return 1 if not words else 2 + (zlib.crc32(words.encode()) >> 2)
