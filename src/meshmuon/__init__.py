@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     )
     from meshmuon.importers import ImportReport, export_torch_state, load_foreign_state
     from meshmuon.layout.matrix_view import MatrixView as View
-    from meshmuon.layout.plain import Sharded, megatron_shards
+    from meshmuon.layout.megatron import megatron_shards
+    from meshmuon.layout.plain import Sharded
     from meshmuon.muon import Muon
     from meshmuon.planner import plan_for
     from meshmuon.polar.coefficients import polar_express
@@ -84,7 +85,7 @@ _HOMES = {
     "load_checkpoint": "meshmuon.resume:load_checkpoint",
     "load_foreign_state": "meshmuon.importers:load_foreign_state",
     "max_logits": "meshmuon.attention:max_logits",
-    "megatron_shards": "meshmuon.layout.plain:megatron_shards",
+    "megatron_shards": "meshmuon.layout.megatron:megatron_shards",
     "orthogonalize": "meshmuon.sharded_polar:orthogonalize",
     "param_groups": "meshmuon.routing:param_groups",
     "plan_for": "meshmuon.planner:plan_for",

@@ -32,7 +32,6 @@ from meshmuon.exchange.agreement import Agreement, Verdict
 from meshmuon.exchange.groups import global_rank
 from meshmuon.groups import (
     MUON_ARGUMENTS,
-    check_defaults,
     check_group_parameters,
     check_values,
     complete_group,
@@ -161,7 +160,6 @@ class Muon(Optimizer):
         given = dict(locals())  # every argument under its own name
         refuse_keywords(unknown, known=Muon.__init__)
         self._group_defaults = group_defaults(given)
-        check_defaults(self._group_defaults)
         self._execution = Execution(**{field.name: given[field.name] for field in dataclasses.fields(Execution)})
         self._offloaded = check_offload(offload, self._execution)
         self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
@@ -169,6 +167,9 @@ class Muon(Optimizer):
         self._reasons, self._frozen = routed.reasons, routed.frozen
         super().__init__(routed.groups, {key: given[key] for key in MUON_ARGUMENTS})
         self._start(Homes(params))
+        self._announce()
+
+    def _announce(self) -> None:
         warn_of_sparse_restarts(self.plan)
         if global_rank() == 0:
             logger.info("%s", self)

@@ -7,7 +7,8 @@ import typer
 
 from meshmuon.cli.building import build_model, read_mesh, read_overrides
 from meshmuon.cli.common import VERBOSE, InputError, choice, closest, one_line_errors
-from meshmuon.cli.plan_report import TrainingStep, as_json, estimate_training, report
+from meshmuon.cli.plan_json import as_json
+from meshmuon.cli.plan_report import TrainingStep, estimate_training, report
 
 if TYPE_CHECKING:
     from meshmuon.plan.outlook import Forecast

@@ -4,12 +4,11 @@ A group dict holds numbers, strings and tuples only, so that it pickles and load
 """
 
 from meshmuon.groups.complete import check_group_parameters, complete_group, declare_shards, group_records, read_once
-from meshmuon.groups.keys import MUON_ARGUMENTS, check_defaults, check_values, group_defaults
+from meshmuon.groups.keys import MUON_ARGUMENTS, check_values, group_defaults
 from meshmuon.groups.unknown import refuse_keywords
 
 __all__ = [
     "MUON_ARGUMENTS",
-    "check_defaults",
     "check_group_parameters",
     "check_values",
     "complete_group",

@@ -79,16 +79,20 @@ FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "s
 
 
 def group_defaults(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Give what a group has unless it says otherwise.
+    """Give what a group has unless it says otherwise, checked under the constructor's names.
 
     Args:
         arguments: Those of `Muon`, by name.
 
     Returns:
         Algorithm → hyper-parameters; AdamW's from the arguments that stand for them.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If one is out of range.
     """
     decay = arguments["adamw_weight_decay"]
-    return {
+    defaults: dict[str, dict[str, Any]] = {
         "muon": {**{key: arguments[key] for key in MUON_ARGUMENTS}, "view": None, "route": "auto", "mode": "exact"},
         "adamw": {
             "lr": arguments["lr"],
@@ -99,9 +103,11 @@ def group_defaults(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "decay_vectors": decay is not None,
         },
     }
+    _check_defaults(defaults)
+    return defaults
 
 
-def check_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> None:
     """Check the constructor's own values, under the constructor's names.
 
     Args:

@@ -16,7 +16,7 @@ from meshmuon.errors import message, some
 from meshmuon.layout import mesh
 from meshmuon.layout.shard_layout import Cut, ShardLayout
 
-_WHOLE = -1
+WHOLE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class PlainLayouts:
                 raise ValueError(message(f"parameter {name!r}", found="a DTensor in sharded=", do=do))
             return mesh.layout_of(name, tensor)
         shard = self._sharded.get(name)
-        if shard is not None and shard.dim != _WHOLE:
+        if shard is not None and shard.dim != WHOLE:
             return _shard_layout(name, tensor, shard)
         if self.splits_replicas:
             ranks = (0,) if self._replicas is None else tuple(mesh.ranks_of(self._replicas))
@@ -209,40 +209,6 @@ def plain_layouts(params: Any, *, sharded: Any, process_group: Any, syncs: bool)
     return PlainLayouts(dict(zip(normalise_names(shards), shards.values(), strict=True)), process_group, syncs=syncs)
 
 
-def megatron_shards(model: nn.Module, group: Any, *, parts: Mapping[str, tuple[int, ...]] | None = None) -> Any:
-    """Read the shards of a model from the attributes that Megatron-LM and Transformer Engine put on parameters.
-
-    `tensor_model_parallel=True` says that a parameter is cut, `partition_dim` along which dim. The attributes do not
-    name the group: it is given here.
-
-    Args:
-        model: The model.
-        group: The tensor-parallel process group.
-        parts: For fused parameters, name → the global sizes of the parts of which each rank holds a piece.
-
-    Returns:
-        Name → `Sharded`, for `Muon(model, sharded=...)`.
-
-    Raises:
-        ValueError: If `parts` names a parameter that is not there or not cut.
-    """
-    from meshmuon.layout.names import normalise_names
-
-    given = parts or {}
-    sizes = dict(zip(normalise_names(given), given.values(), strict=True))
-    pairs = list(model.named_parameters())
-    names = normalise_names(name for name, _ in pairs)
-    cut = {n: t for n, (_, t) in zip(names, pairs, strict=True) if getattr(t, "tensor_model_parallel", False)}
-    unknown = [name for name in sizes if name not in cut]
-    if unknown:
-        found = f"no parameter {some(map(repr, unknown))} that is marked as cut"
-        raise ValueError(message("parts", found=found, do=f"Known are {some(map(repr, cut), limit=4)}"))
-    return {
-        name: Sharded(int(getattr(tensor, "partition_dim", _WHOLE)), group, sizes.get(name))
-        for name, tensor in cut.items()
-    }
-
-
 def _in_use() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -250,7 +216,7 @@ def _in_use() -> bool:
 def _check_group(subject: str, shard: object) -> None:
     if not isinstance(shard, Sharded):
         raise TypeError(message(subject, found=f"a {type(shard).__name__}", do="Write Sharded(dim, group)"))
-    if shard.dim == _WHOLE:
+    if shard.dim == WHOLE:
         return
     if shard.group is None:
         if _in_use():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,15 +26,13 @@ from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize
 from meshmuon.polar.recipe import choose_recipe
 from meshmuon.testing.rank_checks import begin, exactness, hand_over, resume
-from meshmuon.testing.ranks import RankPool
 from meshmuon.testing.reference import plain_newton_schulz
+from meshmuon.testing.site import RANKS, Site
 
 LEAST_TORCH = (2, 11)
 SETS = ("polar_express", "keller", "you")
 # Short sides on both sides of every boundary of the dispatch.
 SHORT_SIDES = (128, 768, 4096)
-RANKS = 2
-_TIMEOUT = 120.0  # seconds after which a collective gives up
 _REPORT = "Report this with the output of `meshmuon doctor -v`"
 
 
@@ -56,36 +53,6 @@ class Finding:
     detail: str
     remedy: str = ""
     traceback: str = ""
-
-
-class Site:
-    """Where checks are made; ranks are started when the first check asks for them."""
-
-    def __init__(self) -> None:
-        self._pool: RankPool | None = None
-
-    @property
-    def device(self) -> str:
-        """Where ranks compute: GPUs if each can have one."""
-        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= RANKS else "cpu"
-
-    @property
-    def backend(self) -> Literal["gloo", "nccl"]:
-        """How ranks talk to each other."""
-        return "nccl" if self.device == "cuda" else "gloo"
-
-    @property
-    def pool(self) -> RankPool:
-        """The ranks."""
-        if self._pool is None:
-            self._pool = RankPool(RANKS, timeout=_TIMEOUT, backend=self.backend)
-        return self._pool
-
-    def close(self) -> None:
-        """End the ranks."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
 
 
 def devices() -> list[torch.device]:
