@@ -26,7 +26,7 @@ from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.qk_clip import HeadClip
 from meshmuon.runtime.snapshot import Snapshot
-from meshmuon.state import complete_state_, state_dtype
+from meshmuon.state import complete_state_
 from meshmuon.update.fused import BucketUpdates
 
 Groupings = list[dict[str, Any]]
@@ -196,6 +196,6 @@ class Preparation:
         contributions = Contributions(groups, in_rank_order=self._execution.grad_sync != "reduce_scatter")
         owned = None
         if self._execution.syncs:
-            owned = OwnedState(plan, param_groups, state_dtype, before=earlier[1], on_host=self.on_host)
+            owned = OwnedState(plan, param_groups, before=earlier[1], on_host=self.on_host)
         heads = HeadClip(plan, peers.largest)
         return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, BucketUpdates(), heads, owned)

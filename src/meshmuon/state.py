@@ -12,23 +12,9 @@ from meshmuon._compat import has_fused_adamw
 from meshmuon.exchange.groups import global_rank
 from meshmuon.layout.mesh import is_distributed, local, placements, zeros_like
 from meshmuon.layout.whole import laid_like
+from meshmuon.update.momentum import state_dtype
 
 STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-
-
-def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Give the dtype a parameter's momentum is kept in.
-
-    Args:
-        param: The parameter.
-        group: Its group.
-
-    Returns:
-        The group's `state_dtype`, or the parameter's own dtype.
-    """
-    declared = group.get("state_dtype")
-    result: torch.dtype = param.dtype if declared is None else getattr(torch, declared)
-    return result
 
 
 def fresh_state(param: Tensor, group: Mapping[str, Any], *, on_host: bool = False) -> dict[str, Tensor]:

@@ -231,7 +231,7 @@ def _local_buckets(
     limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
     total = max(1, sum(matrix.count for matrix in matrices))
     even = math.ceil(total / math.ceil(total / limit))
-    filled = min((_filled(matrices, most) for most in (even, limit)), key=len)  # stacks may fit the even ones worse
+    filled = min((_filled(matrices, most) for most in sorted({even, limit})), key=len)  # stacks may fit even ones worse
     parameter = first.parameter
     return [
         Bucket(0, parameter.group, tuple(content), first.wide_shape, parameter.device, recipe) for content in filled

@@ -21,7 +21,7 @@ from meshmuon.plan.route import Route
 from meshmuon.runtime.lookup import decays, parameter_of
 from meshmuon.runtime.offload import Load, batches
 from meshmuon.update.adamw import AdamWTensors
-from meshmuon.update.momentum import largest_gradient
+from meshmuon.update.momentum import largest_gradient, state_dtype
 from meshmuon.update.tensors import MatrixTensors
 
 
@@ -231,13 +231,6 @@ class LocalTensors:
     def _momentum(self, matrix: Matrix) -> Tensor:
         return matrix.block.select(local(self._state[self._parameter(matrix.parameter)]["momentum_buffer"]))
 
-    def _buffer_dtype(self, record: ParameterRecord, param: Tensor) -> torch.dtype | None:
-        if record.routing.algorithm != "muon":
-            return None
-        declared = self._param_groups[record.group]["state_dtype"]
-        result: torch.dtype = param.dtype if declared is None else getattr(torch, declared)
-        return result
-
     def watched(self, plan: Plan) -> list[Watched]:
         """Give every gradient, for the decision whether the step happens.
 
@@ -251,7 +244,8 @@ class LocalTensors:
         syncs = plan.execution.syncs
         for record in plan.parameters:
             param = self._parameter(record)
-            largest = largest_gradient(param, self._buffer_dtype(record, param))
+            group = self._param_groups[record.group]
+            largest = largest_gradient(param, state_dtype(param, group) if group["algorithm"] == "muon" else None)
             if syncs:
                 largest = min(largest, _largest_summand(record, plan))
             grad, refused = None, None

@@ -14,6 +14,7 @@ from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.flat import FlatBucket, Stretch
 from meshmuon.runtime.lookup import parameter_of
 from meshmuon.runtime.offload import Load
+from meshmuon.update.momentum import state_dtype
 
 # Puts together a flat tensor of which each rank of a team has a part, and zeros elsewhere.
 Together: TypeAlias = Callable[[tuple[int, ...], Tensor], Tensor]
@@ -27,7 +28,6 @@ class OwnedState:
     Args:
         plan: Who owns what.
         param_groups: The optimizer's groups.
-        momentum_dtype: The dtype of a parameter's momentum.
         before: The state under an earlier plan, with other owners; taken over by `catch_up`.
         on_host: Whether it lives in host memory.
     """
@@ -36,7 +36,6 @@ class OwnedState:
         self,
         plan: Plan,
         param_groups: Sequence[Mapping[str, Any]],
-        momentum_dtype: Callable[[Tensor, Mapping[str, Any]], torch.dtype],
         before: OwnedState | None = None,
         *,
         on_host: bool = False,
@@ -44,12 +43,11 @@ class OwnedState:
         self.plan = plan
         self._before = before
         self._param_groups = param_groups
-        self._momentum_dtype = momentum_dtype
         self._momentum: dict[tuple[object, ...], Tensor] = {}
         self._moments: dict[tuple[object, ...], dict[str, Tensor]] = {}
         for matrix in self.matrices():
             param = self._parameter(matrix.parameter)
-            dtype = momentum_dtype(param, param_groups[matrix.parameter.group])
+            dtype = state_dtype(param, param_groups[matrix.parameter.group])
             self._momentum[_key(matrix)] = zeros_like(
                 matrix.block.select(param), dtype=dtype, memory_format=torch.contiguous_format, on_host=on_host
             )
@@ -155,7 +153,7 @@ class OwnedState:
         for record in self.plan.parameters:
             param, group = self._parameter(record), self._param_groups[record.group]
             if record.routing.algorithm == "muon":
-                made = {"momentum_buffer": _zeros(param, self._momentum_dtype(param, group))}
+                made = {"momentum_buffer": _zeros(param, state_dtype(param, group))}
             else:
                 made = {
                     "step": torch.zeros((), device=param.device),

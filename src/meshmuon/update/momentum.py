@@ -104,6 +104,21 @@ def _look_ahead(wanted: Tensor, grad: Tensor, buffer: Tensor, rule: MomentumRule
         wanted.copy_(torch.lerp(grad, buffer.to(grad.dtype), rule.momentum))
 
 
+def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """Give the dtype a parameter's momentum is kept in.
+
+    Args:
+        param: The parameter.
+        group: Its group.
+
+    Returns:
+        The group's `state_dtype`, or the parameter's own dtype.
+    """
+    declared = group.get("state_dtype")
+    result: torch.dtype = param.dtype if declared is None else getattr(torch, declared)
+    return result
+
+
 def largest_gradient(param: Tensor, buffer: torch.dtype | None) -> float:
     """Give the largest magnitude a gradient may have without leaving inf behind.
 
