@@ -196,7 +196,7 @@ class Muon(Optimizer):
             self._meet(ready)
             logits = ready.heads.read(qk_logits)
             verdict = self._agreement.check(
-                logits.told(self._tensors.watched(ready.plan)),
+                logits.told(ready.watch.look(self.param_groups)),
                 peers=ready.peers,
                 found_inf=getattr(self, "found_inf", None),
                 unscale=self._unscale(),

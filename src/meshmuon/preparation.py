@@ -26,6 +26,7 @@ from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.qk_clip import HeadClip
 from meshmuon.runtime.snapshot import Snapshot
+from meshmuon.runtime.watch import GradientWatch
 from meshmuon.state import complete_state_
 from meshmuon.update.fused import BucketUpdates
 
@@ -42,6 +43,7 @@ class Ready:
         exchange: Moves the plan's buckets. Process groups are made when they are first needed.
         peers: The ranks to agree with.
         contributions: Averages gradients, where the optimizer does that.
+        watch: Looks at gradients.
         updates: Does the element-wise work of the plan's buckets.
         heads: Scales attention heads whose logits are too large.
         owned: The state this rank has then; None where every rank has the state of what it holds.
@@ -51,6 +53,7 @@ class Ready:
     exchange: Exchange
     peers: Peers
     contributions: Contributions
+    watch: GradientWatch
     updates: BucketUpdates
     heads: HeadClip
     owned: OwnedState | None = None
@@ -198,4 +201,5 @@ class Preparation:
         if self._execution.syncs:
             owned = OwnedState(plan, param_groups, before=earlier[1], on_host=self.on_host)
         heads = HeadClip(plan, peers.largest)
-        return Ready(plan, Exchange(groups, rank=plan.rank), peers, contributions, BucketUpdates(), heads, owned)
+        exchange, watch = Exchange(groups, rank=plan.rank), GradientWatch(plan, param_groups)
+        return Ready(plan, exchange, peers, contributions, watch, BucketUpdates(), heads, owned)

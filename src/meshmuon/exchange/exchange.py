@@ -50,7 +50,7 @@ class Exchange:
         self._groups = groups
         self._rank = rank
         self._tables: dict[int, Transfer] = {}
-        self._places: dict[int, tuple[Bucket, list[Place]]] = {}
+        self._places: dict[int, tuple[Bucket, list[Place], int]] = {}
 
     def places(self, bucket: Bucket) -> list[Place]:
         """Give the place of each matrix of a bucket in the flat buffers that `gather` takes and `scatter` gives.
@@ -65,13 +65,16 @@ class Exchange:
             table = self.table(bucket)
             pairs = zip(table.out.offsets, table.back.offsets, strict=True)
             return [Place(out, back) for out, back in pairs if back is not None]
-        known, places = self._places.get(bucket.number, (None, []))
-        if known is bucket:  # and not a smaller one, because some matrices have no gradient in this step
-            return places
-        starts = list(itertools.accumulate((self._held(bucket, matrix) for matrix in bucket.matrices), initial=0))
-        places = [Place(start, start) for start in starts[:-1]]
-        self._places[bucket.number] = (bucket, places)
-        return places
+        return self._standing(bucket)[0]
+
+    def _standing(self, bucket: Bucket) -> tuple[list[Place], int]:
+        """Where matrices that do not travel stand, one behind the other, and how long that is."""
+        known, places, size = self._places.get(bucket.number, (None, [], 0))
+        if known is not bucket:  # but, say, a smaller one, because some matrices have no gradient in this step
+            starts = list(itertools.accumulate((self._held(bucket, matrix) for matrix in bucket.matrices), initial=0))
+            places, size = [Place(start, start) for start in starts[:-1]], starts[-1]
+            self._places[bucket.number] = (bucket, places, size)
+        return places, size
 
     def _held(self, bucket: Bucket, matrix: Matrix) -> int:
         """How many numbers of a matrix that does not travel lie here."""
@@ -90,7 +93,7 @@ class Exchange:
         """
         if bucket.route is Route.OWNED:
             return sum(self.table(bucket).out.spread)
-        return sum(self._held(bucket, matrix) for matrix in bucket.matrices)
+        return self._standing(bucket)[1]
 
     def gather(self, bucket: Bucket, inputs: Tensor) -> Pending:
         """Bring whole matrices together where they are orthogonalized.

@@ -91,19 +91,21 @@ def unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None)
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, item in enumerate(watched):
-        if item.grad is not None and item.grad.numel():
-            alike.setdefault((item.grad.device, item.grad.dtype), []).append(i)
-    device = limits.device
-    found = torch.zeros(len(watched), dtype=torch.bool, device=device)
+        grad = item.grad
+        if grad is not None and grad.numel():
+            alike.setdefault((grad.device, grad.dtype), []).append(i)
+    device, found = limits.device, None
     for (_, dtype), indices in alike.items():
         peaks = torch._foreach_norm([watched[i].grad for i in indices], float("inf"))  # type: ignore[misc]
         peak = torch.stack(peaks).to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
         peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
         if len(indices) == len(watched):
-            return ~(peak <= limits)
+            return (peak <= limits).logical_not_()
+        if found is None:
+            found = torch.zeros(len(watched), dtype=torch.bool, device=device)
         here = _on(device, indices)
         found[here] = ~(peak <= limits[here])
-    return found
+    return torch.zeros(len(watched), dtype=torch.bool, device=device) if found is None else found
 
 
 def _on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:

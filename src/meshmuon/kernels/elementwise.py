@@ -27,11 +27,13 @@ from torch import Tensor
 
 from meshmuon.config import WeightDecayMode
 from meshmuon.errors import message
-from meshmuon.kernels.availability import check_runnable, launching_on
+from meshmuon.kernels.availability import check_runnable
+from meshmuon.kernels.launching import launch
 from meshmuon.kernels.tables import TILE, TensorTable, count_partials
 
 _CHUNK = 1024  # partial sums that one program adds at a time
 _FLAT = 4096  # elements per program where a stack is contiguous
+_EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # see [Note: no contraction]
 _STRIDED = (16, 256)  # rows and columns per program where it is not
 
 
@@ -78,25 +80,14 @@ def update_momentum(
     check_runnable("update_momentum", inputs, numbers, table.entries)
     from meshmuon.kernels import elementwise_tiles as tiles
 
-    with launching_on(inputs.device):
-        tiles.momentum_kernel[(table.matrices * table.tiles,)](
-            table.entries,
-            inputs,
-            partials,
-            numbers,
-            unscale,
-            _as_bytes(proceed),
-            table.tiles,
-            GRAD=_triton_dtype(table.grad_dtype),
-            BUFFER=_triton_dtype(table.buffer_dtype),
-            PARAM=_triton_dtype(table.param_dtype),
-            NESTEROV=nesterov,
-            L2=l2,
-            ALIGNED=table.aligned,
-            TILE=TILE,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    dtypes = tuple([_triton_dtype(dtype) for dtype in (table.grad_dtype, table.buffer_dtype, table.param_dtype)])
+    launch(
+        tiles.momentum_kernel,
+        table.matrices * table.tiles,
+        (table.entries, inputs, partials, numbers, unscale, _as_bytes(proceed), table.tiles),
+        (*dtypes, nesterov, l2, table.aligned, TILE),
+        **_EXACT,
+    )
 
 
 def measure(x: Tensor) -> Tensor:
@@ -114,11 +105,11 @@ def measure(x: Tensor) -> Tensor:
     batch, m, n = x.shape
     partials = torch.empty(count_partials(batch, (m, n)), dtype=torch.float64, device=x.device)
     across = -(-n // TILE)
-    if partials.numel():
-        with launching_on(x.device):
-            tiles.measure_kernel[(partials.numel(),)](
-                x, partials, x.stride(), m, n, partials.numel() // batch, across, TILE=TILE, num_warps=4
-            )
+    count = partials.numel()
+    if count:
+        launch(
+            tiles.measure_kernel, count, (x, partials, x.stride(), m, n, count // batch, across), (TILE,), num_warps=4
+        )
     return partials
 
 
@@ -137,8 +128,7 @@ def find_norms(partials: Tensor, *, batch: int) -> Tensor:
 
     norms = torch.empty(batch, 2, dtype=torch.float32, device=partials.device)
     if batch:
-        with launching_on(partials.device):
-            tiles.norm_kernel[(batch,)](partials, norms, partials.numel() // batch, CHUNK=_CHUNK, num_warps=4)
+        launch(tiles.norm_kernel, batch, (partials, norms, partials.numel() // batch), (_CHUNK,), num_warps=4)
     return norms
 
 
@@ -169,12 +159,8 @@ def normalise(x: Tensor, norms: Tensor, *, out: Tensor) -> Tensor:
         m, n = padded_m, padded_n = 1, m * n
     across = -(-padded_n // tile[1])
     count = -(-padded_m // tile[0]) * across
-    if batch and count:
-        with launching_on(x.device):
-            tiles.normalise_kernel[(batch * count,)](
-                x, out, norms, strides, m, n, padded_m, padded_n, count, across,
-                TILE_M=tile[0], TILE_N=tile[1], num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+    sizes = (strides, m, n, padded_m, padded_n, count, across)
+    launch(tiles.normalise_kernel, batch * count, (x, out, norms, *sizes), tile, **_EXACT)
     return out
 
 
@@ -202,21 +188,13 @@ def apply_update(
     check_runnable("apply_update", directions, lr, weight_decay, table.entries)
     from meshmuon.kernels import elementwise_tiles as tiles
 
-    with launching_on(directions.device):
-        tiles.apply_kernel[(table.matrices * table.tiles,)](
-            table.entries,
-            directions,
-            lr,
-            weight_decay,
-            _as_bytes(proceed),
-            table.tiles,
-            PARAM=_triton_dtype(table.param_dtype),
-            MODE=mode,
-            ALIGNED=table.aligned,
-            TILE=TILE,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    launch(
+        tiles.apply_kernel,
+        table.matrices * table.tiles,
+        (table.entries, directions, lr, weight_decay, _as_bytes(proceed), table.tiles),
+        (_triton_dtype(table.param_dtype), mode, table.aligned, TILE),
+        **_EXACT,
+    )
 
 
 def _as_bytes(flag: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshmuon.errors import message
 from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
+from meshmuon.kernels.launching import run
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
@@ -135,7 +136,7 @@ class _Bound:
     descriptors would cost twice as much host time.
     """
 
-    __slots__ = ("_binary", "_config", "_device", "_grid", "_head", "_run", "_tail")
+    __slots__ = ("_binary", "_config", "_device", "_head", "_programs", "_tail")
 
     def __init__(self, config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> None:
         batch, m, k = a.shape
@@ -143,30 +144,26 @@ class _Bound:
         operand, square = (1, config.block, config.block_k), (1, config.block, config.block)
         self._config = config
         self._device = a.device
-        self._grid = (batch * tiles, 1, 1)
+        self._programs = batch * tiles
         described = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square), _descriptor(d, square))
         self._head = (*described, m, k, tiles)
         self._tail = (b is None, c is not None, config.block, config.block_k, config.group)
         self._binary = (config, a.dtype, b is None, c is None, a.device)  # all that the compiled kernel depends on
-        self._run: Any = None
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
+        arguments = (*self._head, alpha, beta, gamma, *self._tail)
+        compiled = _compiled.get(self._binary)
         with launching_on(self._device):
-            if self._run is not None:
-                self._run(*self._head, alpha, beta, gamma, *self._tail)
+            if compiled is None:
+                self._first(arguments)
             else:
-                self._first(*self._head, alpha, beta, gamma, *self._tail)
+                run(compiled, self._programs, arguments, self._device)
 
-    def _first(self, *arguments: Any) -> None:
+    def _first(self, arguments: tuple[Any, ...]) -> None:
         from meshmuon.kernels.symmetric_tiles import tensor_memory_kernel
 
-        compiled = _compiled.get(self._binary)
-        if compiled is not None:
-            self._run = compiled[self._grid]
-            self._run(*arguments)
-            return
         options = {"num_warps": self._config.warps, "num_stages": self._config.stages}
-        compiled = tensor_memory_kernel[self._grid](*arguments, **options)
+        compiled = tensor_memory_kernel[(self._programs,)](*arguments, **options)
         if not is_interpreted():
             _compiled[self._binary] = compiled
 

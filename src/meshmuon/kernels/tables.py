@@ -25,7 +25,7 @@ _VECTOR = 8  # elements: what rows have to be a multiple of for 16-byte accesses
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: one is made for every tensor at every step, in a third of the time
+@dataclass(slots=True, kw_only=True)  # not frozen: it is kept from step to step, with another gradient each time
 class Slot:
     """A stack of equal matrices, and where it stands in the flat workspaces of its bucket.
 
@@ -48,19 +48,6 @@ class Slot:
     padded: tuple[int, int]
     turned: bool
     scale: float = 1.0
-
-    def with_gradient(self, grad: Tensor | None) -> Slot:
-        """Give the same slot with the gradient of another step."""
-        return Slot(
-            param=self.param,
-            buffer=self.buffer,
-            grad=grad,
-            input_offset=self.input_offset,
-            direction_offset=self.direction_offset,
-            padded=self.padded,
-            turned=self.turned,
-            scale=self.scale,
-        )
 
 
 class TensorTable:
@@ -190,15 +177,15 @@ def _is_aligned(slot: Slot) -> bool:
 
 
 def _addresses(slots: Sequence[Slot]) -> list[tuple[object, ...]]:
-    return [
-        (slot.param.data_ptr(), slot.buffer.data_ptr(), *(() if slot.grad is None else _whereabouts(slot.grad)))
-        for slot in slots
-    ]
-
-
-def _whereabouts(grad: Tensor) -> tuple[object, ...]:
-    """Address, dtype and strides: a gradient may have others than the one that lay there the step before."""
-    return (grad.data_ptr(), grad.dtype, *grad.stride())
+    found: list[tuple[object, ...]] = []
+    for slot in slots:  # every call counts: a model has many matrices
+        grad = slot.grad
+        if grad is None:
+            found.append((slot.param.data_ptr(), slot.buffer.data_ptr()))
+        else:  # it may have another dtype or other strides than the one that lay there the step before
+            strides = None if grad.is_contiguous() else grad.stride()
+            found.append((slot.param.data_ptr(), slot.buffer.data_ptr(), grad.data_ptr(), grad.dtype, strides))
+    return found
 
 
 def _rows(slots: Sequence[Slot]) -> list[list[int]]:

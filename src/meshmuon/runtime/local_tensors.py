@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from meshmuon.exchange.gradients import settle_gradients
-from meshmuon.exchange.status import Watched
 from meshmuon.layout.mesh import local, odd_placements
-from meshmuon.layout.records import Matrix, ParameterRecord, Place, wire_dtype
-from meshmuon.layout.tensors import usable_gradient
+from meshmuon.layout.records import Matrix, ParameterRecord, Place
 from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
 from meshmuon.runtime.lookup import decays, parameter_of
 from meshmuon.runtime.offload import Load, batches
 from meshmuon.update.adamw import AdamWTensors
-from meshmuon.update.momentum import largest_gradient, state_dtype
 from meshmuon.update.tensors import MatrixTensors
 
 
@@ -122,7 +119,7 @@ class LocalTensors:
         Args:
             plan: The plan.
         """
-        settle_gradients(self._parameter(record) for record in plan.parameters)
+        settle_gradients(self._parameter(record) for record in plan.parameters if record.layout is not None)
 
     def presence(self, plan: Plan, agreed: Tensor | None) -> dict[tuple[int, int], bool]:
         """Tell which parameters have a gradient on any rank.
@@ -151,7 +148,8 @@ class LocalTensors:
         """
         if bucket.route is not Route.LOCAL:
             return bucket
-        kept = tuple(m for m in bucket.matrices if self._parameter(m.parameter).grad is not None)
+        params = self._param_groups[bucket.group]["params"]
+        kept = tuple([m for m in bucket.matrices if params[m.parameter.position].grad is not None])
         return bucket if len(kept) == len(bucket.matrices) else dataclasses.replace(bucket, matrices=kept)
 
     def matrices(self, bucket: Bucket, *, places: Sequence[Place]) -> list[MatrixTensors]:
@@ -169,6 +167,9 @@ class LocalTensors:
         for matrix, place in zip(bucket.matrices, places, strict=True):  # every call counts: a model has many matrices
             param = params[matrix.parameter.position]
             select, grad = matrix.block.select, param.grad
+            if matrix.block.whole and type(grad) is Tensor and matrix.parameter.layout is None:
+                items.append(MatrixTensors(matrix, param, grad, self._state[param]["momentum_buffer"], place, True))
+                continue
             # One that lies otherwise is laid out anew in a step; who asks between steps does without it.
             grad = None if grad is None or odd_placements(param) else select(local(grad))
             buffer = select(local(self._state[param]["momentum_buffer"]))
@@ -230,39 +231,3 @@ class LocalTensors:
 
     def _momentum(self, matrix: Matrix) -> Tensor:
         return matrix.block.select(local(self._state[self._parameter(matrix.parameter)]["momentum_buffer"]))
-
-    def watched(self, plan: Plan) -> list[Watched]:
-        """Give every gradient, for the decision whether the step happens.
-
-        Args:
-            plan: The plan.
-
-        Returns:
-            One record per parameter, in the order of the plan.
-        """
-        watched = []
-        syncs = plan.execution.syncs
-        for record in plan.parameters:
-            param = self._parameter(record)
-            group = self._param_groups[record.group]
-            largest = largest_gradient(param, state_dtype(param, group) if group["algorithm"] == "muon" else None)
-            if syncs:
-                largest = min(largest, _largest_summand(record, plan))
-            grad, refused = None, None
-            try:
-                grad = None if param.grad is None else usable_gradient(record.name, param, travels=syncs)
-            except (TypeError, ValueError) as error:
-                refused = error  # told to the peers before it is raised, or they would wait for this rank
-            shared, placed = record.layout is not None, odd_placements(param)
-            if placed and record.layout is not None and grad is not None:  # perhaps a summand
-                largest = min(largest, torch.finfo(grad.dtype).max / len(record.layout.ranks))
-            watched.append(Watched(record.name, grad, largest, shared, refused, may_lack=syncs, placed=placed))
-        return watched
-
-
-def _largest_summand(record: ParameterRecord, plan: Plan) -> float:
-    """The largest gradient whose sum over all ranks does not overflow in what sums are made in."""
-    sent = wire_dtype(record.dtype)
-    summed = sent if plan.execution.grad_sync == "reduce_scatter" else torch.promote_types(sent, torch.float32)
-    ranks = plan.ranks if record.layout is None else len(record.layout.ranks)
-    return torch.finfo(summed).max / ranks

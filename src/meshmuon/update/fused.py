@@ -6,6 +6,7 @@ views that are no stack of strided matrices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class BucketUpdates:
         assert slots is not None or not bucket.recipe.fused
         if slots is not None:
             self._current(bucket.number, slots, scales=_scales(after))
+            _let_go(slots)
 
     def refresh(self, param_groups: Sequence[Mapping[str, Any]], plan: Plan) -> None:
         """Rewrite the live numbers of all groups.
@@ -111,9 +113,12 @@ class BucketUpdates:
             return None
         check_kernels(bucket.device, bucket.recipe.dtype)
         launches = self._current(bucket.number, slots, scales=_scales(after))
+        _let_go(slots)
         whole = bucket.route is Route.LOCAL and len(launches) == 1
-        count = sum(item.matrix.count for item in matrices)
-        partials = inputs.new_empty(count_partials(count, bucket.wide_shape), dtype=torch.float64) if whole else None
+        partials = None
+        if whole:
+            count = inputs.numel() // math.prod(bucket.wide_shape)
+            partials = inputs.new_empty(count_partials(count, bucket.wide_shape), dtype=torch.float64)
         values = elementwise.momentum_numbers(rule.momentum, l2=rule.l2)
         numbers = self.live("momentum", bucket.group, bucket.device, values)
         for launch in launches:
@@ -159,12 +164,13 @@ class BucketUpdates:
     def _slots_of(self, bucket: Bucket, matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | None:
         """The matrices as kernels see them. Only gradients are new from step to step; None: nothing for kernels."""
         known = self._slots.get(bucket.number, [])
-        same = len(known) == len(matrices) and self._scales.get(bucket.number) == _scales(after)
-        if same and all(slot.param is item.param and slot.buffer is item.buffer for slot, item in zip(known, matrices)):
-            return [slot.with_gradient(_gradient(item, slot)) for slot, item in zip(known, matrices)]
+        if len(known) == len(matrices) and self._scales.get(bucket.number) == _scales(after):
+            if _refill(known, matrices):
+                return known
+            _let_go(known)
         slots = _slots(matrices, after)
-        if slots is not None:  # kept without gradients: they must be gone when the user lets go of them
-            self._slots[bucket.number] = [slot.with_gradient(None) for slot in slots]
+        if slots is not None:
+            self._slots[bucket.number] = slots
         return slots
 
     def forget_tensors(self) -> None:
@@ -248,10 +254,22 @@ def _slots(matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | 
     return slots
 
 
-def _gradient(item: MatrixTensors, slot: Slot) -> Tensor | None:
-    """The gradient in the slot's dims; most have them already."""
-    grad = item.grad
-    return grad if grad is None or (grad.shape == slot.param.shape and grad.dtype in _DTYPES) else _stack(grad, item)
+def _let_go(slots: Sequence[Slot]) -> None:
+    """Keep slots without gradients: they must be gone when the user lets go of them. Tables know their addresses."""
+    for slot in slots:
+        slot.grad = None
+
+
+def _refill(slots: Sequence[Slot], matrices: Sequence[MatrixTensors]) -> bool:
+    """Put the gradients of this step into slots; False if other tensors have taken the place of theirs."""
+    for slot, item in zip(slots, matrices):  # every call counts: a model has many matrices
+        grad = item.grad
+        if slot.param is not item.param or slot.buffer is not item.buffer:
+            return False
+        if grad is not None and grad.dtype not in _DTYPES:
+            return False
+        slot.grad = grad  # a gradient has the shape of its parameter
+    return True
 
 
 def _stack(tensor: Tensor, item: MatrixTensors) -> Tensor | None:
