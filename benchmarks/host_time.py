@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import meshmuon.muon
+import meshmuon.step
 from meshmuon import Muon
 from meshmuon.exchange.transfer import transfer_of
 from meshmuon.plan.models import known_model
@@ -53,7 +53,7 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        original = meshmuon.muon.orthogonalize_stack
+        original = meshmuon.step.orthogonalize_stack
 
         def timed(*arguments: object, **more: object) -> Tensor:
             start = time.perf_counter()
@@ -61,7 +61,7 @@ class Clock:
             self.seconds += time.perf_counter() - start
             return result
 
-        with mock.patch.object(meshmuon.muon, "orthogonalize_stack", timed):
+        with mock.patch.object(meshmuon.step, "orthogonalize_stack", timed):
             yield
 
 

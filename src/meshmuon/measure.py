@@ -88,7 +88,7 @@ class Measurement:
         lr = float(group["lr"]) * group["extra_scale_factor"]
         if self.ready.owned is not None:
             stack = self._owned_stack(bucket)
-            directions = orthogonalize_stack(stack, bucket.recipe, consume=True)
+            directions = orthogonalize_stack([stack], bucket.recipe)
             self._measure_stack(bucket, directions)
             for matrix, direction in zip(_computed_here(bucket, rank), directions, strict=True):
                 length = lr * scale_factor(matrix.scaled_shape, group["adjust_lr_fn"])

@@ -90,11 +90,10 @@ class Step:
             gathered = exchange.gather(bucket, inputs)  # a local bucket is already there
         if gathered.in_flight:
             yield
-        stack = gathered.wait()
+        stack = [gathered.wait()]
         del gathered, inputs  # what has arrived is in the stack: memory is bounded by letting go as early as possible
         with span("polar", bucket):
-            directions = orthogonalize_stack(stack, bucket.recipe, partials=squares, consume=True)
-        del stack
+            directions = orthogonalize_stack(stack, bucket.recipe, partials=squares)
         with span("scatter", bucket):
             scattered = exchange.scatter(bucket, directions)  # the same table, inverted
         if scattered.in_flight:

@@ -94,7 +94,7 @@ def recorded():
         return wrapper
 
     def polar(stack, recipe, **more):
-        events.append(("polar", tuple(stack.shape[1:]), stack.shape[0]))
+        events.append(("polar", tuple(stack[0].shape[1:]), stack[0].shape[0]))
         return orthogonalize(stack, recipe, **more)
 
     with (

@@ -90,6 +90,27 @@ def measure_ceilings(device: str = "cuda", *, quick: bool = False) -> Ceilings:
     return Ceilings(2 * side**3 / product * 1e3, 2 * source.numel() * 4 / copy * 1e3)
 
 
+def sustained_flops(seconds: float = 1.0) -> dict[str, float]:
+    """Run the same product for a while: a GPU under its power bound clocks lower than in the burst of a ceiling.
+
+    Args:
+        seconds: How long, for each dtype.
+
+    Returns:
+        bf16, which the ceiling is measured in, and fp16, which products are computed in: operations per second.
+    """
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        start, rounds = time.perf_counter(), []
+        while time.perf_counter() - start < seconds:
+            rounds.append(milliseconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), "cuda", calls=20))  # type: ignore[misc]
+        late = rounds[len(rounds) // 2 :]
+        found[str(dtype).removeprefix("torch.")] = 2 * 8192**3 * len(late) / sum(late) * 1e3
+    return found
+
+
 def say_ceilings(ceilings: Ceilings, device: str) -> str:
     """Put ceilings into words.
 

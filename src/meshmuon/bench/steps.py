@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon.bench.measure import Say, matrices, measure_ceilings, milliseconds, say_ceilings
+from meshmuon.bench.measure import Say, matrices, measure_ceilings, milliseconds, say_ceilings, sustained_flops
 from meshmuon.bench.workloads import CPU, GPU, QUICK, Shape, Size, floor_ms
 from meshmuon.muon import Muon
 
@@ -156,4 +156,8 @@ def run_steps(
         floor = floor_ms(shapes, ceilings)
         say(gpu_table(name, rows, floor))
         results[name] = {"floor ms": floor, "optimizers": rows}
+    if size != "quick":
+        results["ceilings"]["sustained"] = sustained = sustained_flops()
+        rates = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {dtype}" for dtype, rate in sustained.items())
+        say(f"\nthe product of the ceiling for a second, under the card's power bound: {rates}")
     return results

@@ -72,11 +72,14 @@ def svd_flops(m: int, n: int) -> float:
     return 14.0 * n * m * m + 8.0 * m**3
 
 
-def workspace_bytes(m: int, n: int, *, compute_bytes: int, input_bytes: int, fused: bool = False) -> int:
+def workspace_bytes(
+    m: int, n: int, *, compute_bytes: int, input_bytes: int, fused: bool = False, gram: bool = True
+) -> int:
     """Bound the memory one matrix takes while it is orthogonalized.
 
     Counted at the widest moment: the packed input, the fp32 copy it is normalised in, two iterates and four Gram-sized
-    matrices in the compute dtype. Fused, the input becomes the first iterate where it stands.
+    matrices in the compute dtype. Fused, the input becomes the first iterate where it stands; the widest moment is
+    either a product with two iterates and one factor, or one iterate beside all Gram-sized matrices.
 
     Args:
         m: Short side.
@@ -84,6 +87,7 @@ def workspace_bytes(m: int, n: int, *, compute_bytes: int, input_bytes: int, fus
         compute_bytes: Bytes of an element in the compute dtype.
         input_bytes: Bytes of an element of the packed input.
         fused: Whether it is normalised in place.
+        gram: Whether the form is the Gram one, which has four such matrices at a time; the standard one has two.
 
     Returns:
         Bytes.
@@ -91,5 +95,5 @@ def workspace_bytes(m: int, n: int, *, compute_bytes: int, input_bytes: int, fus
     in_place = fused and (m, n) == (padded(m), padded(n))
     m, n = padded(m), padded(n)
     if in_place:
-        return 2 * m * n * compute_bytes + 5 * m * m * compute_bytes
+        return max(2 * m * n + m * m, m * n + (4 if gram else 2) * m * m) * compute_bytes
     return m * n * (input_bytes + max(4, compute_bytes) + 2 * compute_bytes) + 4 * m * m * compute_bytes

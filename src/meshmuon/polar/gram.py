@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from meshmuon.polar.coefficients import Schedule
-from meshmuon.polar.operations import Operations
+from meshmuon.polar.operations import Given, Operations, taken
 
 _MAX_AMPLIFIED_ROUNDING = 0.25
 _MAX_WHERE_MIRRORED = 0.1
 
 
 def gram_newton_schulz(
-    x: Tensor, *, schedule: Schedule, restarts: Sequence[int], operations: Operations, out: Tensor | None = None
+    x: Given, *, schedule: Schedule, restarts: Sequence[int], operations: Operations, out: Tensor | None = None
 ) -> Tensor:
     """Apply the composed polynomial to the singular values of each matrix, through its Gram matrix.
 
     Args:
-        x: (batch, m, n) with m <= n and singular values at most 1.
+        x: (batch, m, n) with m <= n and singular values at most 1; given away in a list, or kept.
         schedule: One triple per step.
         restarts: The steps (counted from 0) before which the Gram matrix is formed anew.
         operations: How to multiply.
@@ -45,19 +45,21 @@ def gram_newton_schulz(
         The (batch, m, n) result.
     """
     *segments, last = split_at(schedule, restarts)
+    x = taken(x)
     for segment in segments:
-        x = operations.apply(factor(operations.gram(x), segment, operations), x)
-    return operations.apply(factor(operations.gram(x), last, operations), x, out)
+        x = operations.apply(factor([operations.gram(x)], segment, operations), x)
+    return operations.apply(factor([operations.gram(x)], last, operations), x, out)
 
 
-def factor(r: Tensor, segment: Schedule, operations: Operations) -> Tensor:
-    """The product q of a segment's polynomials, so that the segment maps x to q·x."""
-    q = None
+def factor(r: Given, segment: Schedule, operations: Operations) -> Tensor:
+    """The product q of a segment's polynomials, so that the segment maps x to q·x. Holds four m×m matrices at most."""
+    r, q = taken(r), None
     for step, triple in enumerate(segment, start=1):
         z = operations.quadratic(r, triple)
         q = z if q is None else operations.symmetric_product(z, q)
         if step < len(segment):
-            r = operations.symmetric_product(operations.symmetric_product(z, r), z)
+            r = operations.symmetric_product(z, r)  # in two lines: the one before is let go of in between
+            r = operations.symmetric_product(r, z)
     assert q is not None, "a segment has at least one step"
     return q
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshmuon.polar.coefficients import Triple
+
+Given: TypeAlias = Tensor | list[Tensor]
+
+
+def taken(x: Given) -> Tensor:
+    """Take a tensor, out of its list if it is in one.
+
+    Whoever passes a tensor in a list gives it away: then nobody else holds it, and its memory is free for others as
+    soon as it is used up. With one that is passed by itself, the caller's own name for it keeps it until the end.
+
+    Args:
+        x: A tensor, or a list of one.
+
+    Returns:
+        The tensor.
+    """
+    return x.pop() if isinstance(x, list) else x
 
 
 class Operations(Protocol):

@@ -21,7 +21,7 @@ from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.gram import gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
-from meshmuon.polar.operations import Operations, TorchOperations
+from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
 from meshmuon.polar.recipe import Recipe, choose_recipe
 
 # By products, and whether they are batch-invariant: torch's are made so by taking one matrix at a time.
@@ -93,32 +93,36 @@ def orthogonalize(
     return result.to(x.dtype).reshape(x.shape)
 
 
-def orthogonalize_stack(x: Tensor, recipe: Recipe, *, partials: Tensor | None = None, consume: bool = False) -> Tensor:
+def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = None) -> Tensor:
     """Compute the polar factors of a stack of wide matrices.
 
     Args:
-        x: (batch, m, n) with m <= n, any strides, in any floating dtype.
+        x: (batch, m, n) with m <= n, any strides, in any floating dtype. Given away in a list, its memory is used up;
+            else it is never written.
         recipe: How.
         partials: Sums of squares of x by tiles, where the kernels have made them already.
-        consume: Whether the memory of x may be written; else it never is.
 
     Returns:
         A new (batch, m, n) in the recipe's dtype.
     """
+    consume = isinstance(x, list)
+    x = taken(x)
     m, n = x.shape[-2:]
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
     if recipe.fused:
-        start = _normalised_by_kernels(x, recipe, partials, consume=consume)
+        start = [_normalised_by_kernels(x, recipe, partials, consume=consume)]
     else:
-        start = normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
+        start = [normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)]
     slow_in_batches = x.device.type == "cpu" and not recipe.fused and m * m * n >= _ONE_BY_ONE_FROM
+    del x  # the iteration is to be the only one that holds it
     if not slow_in_batches and not (recipe.invariant and recipe.kernels.products == "torch"):
         return _iterate(start, recipe)[:, :m, :n]
-    result = torch.empty_like(start)
-    for part, out in zip(start.split(1), result.split(1), strict=True):
+    whole = taken(start)
+    result = torch.empty_like(whole)
+    for part, out in zip(whole.split(1), result.split(1), strict=True):
         _iterate(part, recipe, out=out)
     return result[:, :m, :n]
 
@@ -146,7 +150,7 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
     return elementwise.normalise(x, norms, out=out)
 
 
-def _iterate(start: Tensor, recipe: Recipe, out: Tensor | None = None) -> Tensor:
+def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     operations = _OPERATIONS[recipe.kernels.products, recipe.invariant]
     if recipe.form == "gram":
         return gram_newton_schulz(

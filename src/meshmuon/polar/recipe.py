@@ -71,7 +71,12 @@ class Recipe:
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
         return cost.workspace_bytes(
-            m, n, compute_bytes=self.dtype.itemsize, input_bytes=self.input_dtype.itemsize, fused=self.fused
+            m,
+            n,
+            compute_bytes=self.dtype.itemsize,
+            input_bytes=self.input_dtype.itemsize,
+            fused=self.fused,
+            gram=self.form == "gram",
         )
 
     def batch(self, m: int, n: int, device: torch.device) -> int | None:

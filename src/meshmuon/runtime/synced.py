@@ -126,9 +126,10 @@ class SyncedStep:
         with span("momentum", bucket), self.access.on_device(self.owned.momentum_load(bucket)) as buffers:
             owned = self._owned(bucket, average, buffers)
             update_momentum_(owned, inputs, MomentumRule.of(group, unscale=self.clip, proceed=self.proceed))
-        del average, owned
+        stack = [inputs.view(-1, *bucket.wide_shape)]
+        del average, owned, inputs
         with span("polar", bucket):
-            directions = orthogonalize_stack(inputs.view(-1, *bucket.wide_shape), bucket.recipe)
+            directions = orthogonalize_stack(stack, bucket.recipe)
         with span("scatter", bucket):
             scattered = self.exchange.scatter(bucket, directions)
         if scattered.in_flight:
