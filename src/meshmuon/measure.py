@@ -87,8 +87,7 @@ class Measurement:
         group = self.param_groups[bucket.group]
         lr = float(group["lr"]) * group["extra_scale_factor"]
         if self.ready.owned is not None:
-            stack = self._owned_stack(bucket)
-            directions = orthogonalize_stack([stack], bucket.recipe)
+            directions = orthogonalize_stack([self._owned_stack(bucket)], bucket.recipe)
             self._measure_stack(bucket, directions)
             for matrix, direction in zip(_computed_here(bucket, rank), directions, strict=True):
                 length = lr * scale_factor(matrix.scaled_shape, group["adjust_lr_fn"])
@@ -101,7 +100,9 @@ class Measurement:
             journey = sharded_directions(bucket, matrices, inputs, self.ready.contributions, rank=rank)
             flat = _result(journey)
         else:
-            directions = orthogonalize_stack(exchange.gather(bucket, inputs).wait(), bucket.recipe)
+            stack = [exchange.gather(bucket, inputs).wait()]
+            del inputs
+            directions = orthogonalize_stack(stack, bucket.recipe)
             self._measure_stack(bucket, directions)
             flat = exchange.scatter(bucket, directions).wait()
         for item in matrices:

@@ -100,7 +100,9 @@ def _carried_out(x: Tensor, plan: Plan, exchange: Exchange) -> Tensor:
             wanted = item.input_in(inputs)
             if wanted is not None:
                 wanted.copy_(item.buffer)
-        directions = whole.orthogonalize_stack([exchange.gather(bucket, inputs).wait()], bucket.recipe)
+        stack = [exchange.gather(bucket, inputs).wait()]
+        del inputs
+        directions = whole.orthogonalize_stack(stack, bucket.recipe)
         found = exchange.scatter(bucket, directions).wait()
         for item in items:
             item.param.copy_(item.direction_in(found))

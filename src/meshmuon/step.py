@@ -15,7 +15,7 @@ from meshmuon.plan.route import Route
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.preparation import Ready
 from meshmuon.runtime import pipeline
-from meshmuon.runtime.graphs import StepGraphs, fixed_settings
+from meshmuon.runtime.graphs import Signals, StepGraphs, fixed_settings
 from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.runtime.offload import Load, ResidentState, StreamedState
 from meshmuon.runtime.owned_state import OwnedState
@@ -144,22 +144,26 @@ class Step:
         """
         plan = self.ready.plan
 
-        def launch(updates: BucketUpdates, proceed: Tensor | None) -> None:
-            dataclasses.replace(self, ready=dataclasses.replace(self.ready, updates=updates), proceed=proceed).take()
+        def launch(updates: BucketUpdates, signals: Signals) -> None:
+            ready = dataclasses.replace(self.ready, updates=updates)
+            dataclasses.replace(self, ready=ready, proceed=signals.proceed, unscale=signals.unscale).take()
 
         graphs.run(
             plan,
-            (self.unscale is None, self.tensors.addresses(plan), fixed_settings(self.param_groups)),
-            flag=self.proceed,
-            eager=lambda _: self.take(),
+            (self.tensors.whereabouts(plan), fixed_settings(self.param_groups)),
+            signals=Signals(self.proceed, self.unscale),
+            eager=self.take,
             prepare=self._prepare,
             launch=launch,
         )
 
-    def _prepare(self, updates: BucketUpdates, *, tables: bool) -> None:
+    def _prepare(self, updates: BucketUpdates, *, tables: bool) -> bool:
         """Bring what a graph reads up to date: live numbers, and tables of addresses if it has none yet."""
         plan = self.ready.plan
         updates.refresh(self.param_groups, plan)
-        for bucket in plan.buckets if tables else ():
+        for bucket in map(self.tensors.present, plan.buckets if tables else ()):
             matrices = self.tensors.matrices(bucket, places=self.ready.exchange.places(bucket))
-            updates.prepare(bucket, matrices, ApplyRule.of(self.param_groups[bucket.group], proceed=self.proceed))
+            after = ApplyRule.of(self.param_groups[bucket.group], proceed=self.proceed)
+            if matrices and not updates.prepare(bucket, matrices, after):
+                return False
+        return True

@@ -219,6 +219,30 @@ def test_cuda_graph_follows_gradients_to_new_addresses():
         assert torch.equal(other[name], params[name]), name
 
 
+def test_cuda_graph_sees_the_scale_of_every_step_and_leaves_out_what_has_no_gradient():
+    results = []
+    for settings in ({}, {"cuda_graph": True}):
+        params = _model_params()
+        opt = _graph_optimizer(params, **settings)
+        moving = {name: param for name, param in params.items() if name != "b"}
+        for step in range(10):
+            scale = 1024.0 if step < 6 else 2048.0
+            opt.grad_scale = torch.full((), scale, device="cuda")
+            opt.found_inf = torch.full((), float(step == 8), device="cuda")
+            _give(moving, step)
+            for param in moving.values():
+                param.grad.mul_(scale)
+            opt.step()
+        results.append((params, opt))
+    (eager, _), (graphed, opt) = results
+    assert opt._graphs._captured
+    assert torch.equal(graphed["b"], _model_params()["b"])
+    for name in ("a", "tall"):
+        assert torch.equal(eager[name], graphed[name]), name
+    for name in ("norm", "embed"):
+        torch.testing.assert_close(eager[name], graphed[name], rtol=1e-5, atol=1e-6)
+
+
 def test_cuda_graph_refuses_what_it_cannot_hold():
     with pytest.raises(ValueError, match="cuda_graph"):
         Muon([torch.randn(8, 8, requires_grad=True)], cuda_graph=True)

@@ -28,7 +28,7 @@ def launch(
         programs: How many; none launches nothing.
         arguments: Its other arguments: tensors on one device (the first one is), numbers, tuples of numbers, None.
         constants: Its compile-time constants.
-        **options: How it is compiled; always the same for a kernel.
+        **options: How it is compiled.
     """
     if not programs:
         return
@@ -42,7 +42,7 @@ def launch(
             value = x.data_ptr() if isinstance(x, Tensor) else x  # Triton asks the driver about tensors
             kinds.append(_kind(x, value))
             values.append(value)
-        key = (id(kernel), device, tuple(kinds), constants)
+        key = (id(kernel), device, tuple(kinds), constants, *options.values())
         compiled = _compiled.get(key)
         if compiled is None:
             _compiled[key] = kernel[(programs,)](*arguments, *constants, **options)

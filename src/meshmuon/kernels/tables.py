@@ -91,8 +91,8 @@ class TensorTable:
         )
         if not same or len(rows) != self.matrices or max(_tiles(slot.padded) for slot in slots) != self.tiles:
             raise ValueError(message("table", found="other dtypes, sizes or alignment", do="Build the tables anew"))
-        self._addresses = _addresses(slots)
         self.entries.copy_(_host(rows, self.entries.device), non_blocking=True)
+        self._addresses = _addresses(slots)  # last: if there is no memory for the copy, the table is still the old one
 
 
 def build_tables(slots: Sequence[Slot]) -> list[tuple[TensorTable, list[int]]]:
@@ -179,13 +179,16 @@ def _is_aligned(slot: Slot) -> bool:
 def _addresses(slots: Sequence[Slot]) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for slot in slots:  # every call counts: a model has many matrices
-        grad = slot.grad
-        if grad is None:
-            found.append((slot.param.data_ptr(), slot.buffer.data_ptr()))
-        else:  # it may have another dtype or other strides than the one that lay there the step before
-            strides = None if grad.is_contiguous() else grad.stride()
-            found.append((slot.param.data_ptr(), slot.buffer.data_ptr(), grad.data_ptr(), grad.dtype, strides))
+        param, buffer, grad = slot.param, slot.buffer, slot.grad
+        places = (param.data_ptr(), _turn(param), buffer.data_ptr(), _turn(buffer))
+        # A gradient may have another dtype than the one that lay there the step before.
+        found.append(places if grad is None else (*places, grad.data_ptr(), _turn(grad), grad.dtype))
     return found
+
+
+def _turn(tensor: Tensor) -> tuple[int, ...] | None:
+    """How a tensor of a known shape is stored: None for the usual way."""
+    return None if tensor.is_contiguous() else tensor.stride()
 
 
 def _rows(slots: Sequence[Slot]) -> list[list[int]]:

@@ -72,6 +72,19 @@ def svd_flops(m: int, n: int) -> float:
     return 14.0 * n * m * m + 8.0 * m**3
 
 
+def svd_bytes(m: int, n: int) -> int:
+    """Bound the memory one matrix takes during an SVD: a few copies in fp64, both factors and their product.
+
+    Args:
+        m: Short side.
+        n: Long side.
+
+    Returns:
+        Bytes.
+    """
+    return 8 * (5 * m * n + 2 * m * m)
+
+
 def workspace_bytes(
     m: int, n: int, *, compute_bytes: int, input_bytes: int, fused: bool = False, gram: bool = True
 ) -> int:

@@ -70,12 +70,15 @@ class Recipe:
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
+        if self.form == "svd":
+            return cost.svd_bytes(m, n)
+        one_by_one = self.invariant and self.kernels.products == "torch"
         return cost.workspace_bytes(
             m,
             n,
             compute_bytes=self.dtype.itemsize,
             input_bytes=self.input_dtype.itemsize,
-            fused=self.fused,
+            fused=self.fused and not one_by_one,  # then the input stays until the last result is there
             gram=self.form == "gram",
         )
 

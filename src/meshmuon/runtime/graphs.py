@@ -2,7 +2,7 @@
 
 A graph repeats launches with the addresses and numbers they had. Addresses are part of the key it is kept under; lr,
 weight decay and momentum are read from device memory that is rewritten before each replay; the decision whether the
-step happens is copied to where the graph reads it.
+step happens, and GradScaler's factor, are copied to where the graph reads them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,50 @@ from meshmuon.update.fused import BucketUpdates
 
 _MOST_GRAPHS = 4  # each keeps its workspace; gradients that are allocated anew take turns between few addresses
 _SEEN_BEFORE = 2  # addresses that come once may never come again
+_TRIED_AGAIN = 1000  # steps after which something that no graph could hold is tried again
+_MOST_SEEN = 64  # and need not be remembered for ever
 
 
 class Prepare(Protocol):
     """Brings the updates of a graph up to date."""
 
-    def __call__(self, updates: BucketUpdates, *, tables: bool) -> None:
-        """Rewrite live numbers, and make tables if asked to."""
+    def __call__(self, updates: BucketUpdates, *, tables: bool) -> bool:
+        """Rewrite live numbers, and make tables if asked to; tell whether a graph can hold the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a step is told by the device.
+
+    Attributes:
+        proceed: Whether it happens; None means go.
+        unscale: What gradients are multiplied with when read; None: nothing.
+    """
+
+    proceed: Tensor | None
+    unscale: Tensor | None
+
+    def kept(self) -> Signals:
+        """Give copies that a graph may read at each replay."""
+        return Signals(*(None if each is None else each.clone() for each in (self.proceed, self.unscale)))
+
+    def tell(self, other: Signals) -> None:
+        """Write these values where a graph reads them; it has the same ones."""
+        for value, place in ((self.proceed, other.proceed), (self.unscale, other.unscale)):
+            if value is not None and place is not None:
+                place.copy_(value)
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Which of them there are."""
+        return (self.proceed is not None, self.unscale is not None)
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     updates: BucketUpdates
-    flag: Tensor | None
+    signals: Signals
 
 
 class StepGraphs:
@@ -51,17 +81,17 @@ class StepGraphs:
         plan: Plan,
         key: Hashable,
         *,
-        flag: Tensor | None,
-        eager: Callable[[Tensor | None], None],
+        signals: Signals,
+        eager: Callable[[], None],
         prepare: Prepare,
-        launch: Callable[[BucketUpdates, Tensor | None], None],
+        launch: Callable[[BucketUpdates, Signals], None],
     ) -> None:
         """Take a step: by a graph that was captured for this key, or eagerly until a key has come back.
 
         Args:
             plan: What is launched; the graphs of an earlier one are let go.
             key: Everything else the launches depend on, besides live numbers.
-            flag: The device flag of this step.
+            signals: What the device tells this step.
             eager: Takes the step without a graph.
             prepare: Brings live numbers up to date, and tables if asked to, outside of any graph.
             launch: Takes the step with prepared updates; captured.
@@ -70,33 +100,42 @@ class StepGraphs:
             self._plan = plan
             self._captured.clear()
             self._seen.clear()
-        captured = self._captured.get(key)
-        if captured is None:
-            self._seen[key] += 1
-            if self._seen[key] <= _SEEN_BEFORE or len(self._captured) >= _MOST_GRAPHS:
-                eager(flag)
-                return
-            captured = self._captured[key] = self._capture(flag, prepare, launch)
-        else:
-            prepare(captured.updates, tables=False)
-        if captured.flag is not None and flag is not None:
-            captured.flag.copy_(flag)
+        key = (key, signals.kind)
+        if key not in self._captured and not (self._is_due(key) and self._captures(key, signals, prepare, launch)):
+            eager()
+            return
+        captured = self._captured[key]
+        prepare(captured.updates, tables=False)
+        signals.tell(captured.signals)
         captured.graph.replay()
 
-    def _capture(
-        self,
-        flag: Tensor | None,
-        prepare: Prepare,
-        launch: Callable[[BucketUpdates, Tensor | None], None],
-    ) -> _Captured:
-        updates = BucketUpdates()
-        static = None if flag is None else flag.clone()
-        prepare(updates, tables=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch(updates, static)
-        return _Captured(graph, updates, static)
+    def _is_due(self, key: Hashable) -> bool:
+        """Whether a key has come often enough, and there is room for one more graph."""
+        if len(self._captured) >= _MOST_GRAPHS:
+            return False
+        if key not in self._seen and len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] += 1
+        return self._seen[key] > _SEEN_BEFORE
+
+    def _captures(
+        self, key: Hashable, signals: Signals, prepare: Prepare, launch: Callable[[BucketUpdates, Signals], None]
+    ) -> bool:
+        """Capture the graph of a key, if one can hold its step."""
+        updates, kept = BucketUpdates(), signals.kept()
+        if not prepare(updates, tables=True):
+            self._seen[key] = -_TRIED_AGAIN
+            return False
+        self._captured[key] = _Captured(_recorded(lambda: launch(updates, kept)), updates, kept)
+        return True
+
+
+def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
 
 
 # Read from device memory at each replay; all other settings are baked into the launches.

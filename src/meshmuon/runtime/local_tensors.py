@@ -72,21 +72,21 @@ class LocalTensors:
     def _parameter(self, record: ParameterRecord) -> Tensor:
         return parameter_of(self._param_groups, record)
 
-    def addresses(self, plan: Plan) -> tuple[int, ...]:
-        """Give where all tensors of a step lie: what a captured CUDA graph depends on.
+    def whereabouts(self, plan: Plan) -> tuple[object, ...]:
+        """Give where all tensors of a step lie, and how: what a captured CUDA graph depends on.
 
         Args:
             plan: The plan.
 
         Returns:
-            Addresses; 0 for a gradient that is not there.
+            Addresses, dtypes and strides; None for a gradient that is not there.
         """
-        found: list[int] = []
+        found: list[object] = []
         for record in plan.parameters:
             param = self._parameter(record)
-            found.append(param.data_ptr())
-            found.append(0 if param.grad is None else local(param.grad).data_ptr())
-            found.extend(value.data_ptr() for value in self._state[param].values())
+            found.append(_whereabouts(local(param)))
+            found.append(None if param.grad is None else _whereabouts(local(param.grad)))
+            found.extend(_whereabouts(local(value)) for value in self._state[param].values())
         return tuple(found)
 
     def checksums(self, plan: Plan) -> Tensor | None:
@@ -231,3 +231,7 @@ class LocalTensors:
 
     def _momentum(self, matrix: Matrix) -> Tensor:
         return matrix.block.select(local(self._state[self._parameter(matrix.parameter)]["momentum_buffer"]))
+
+
+def _whereabouts(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())

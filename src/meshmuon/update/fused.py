@@ -35,28 +35,34 @@ class _Launch:
     positions: list[int]
 
 
+@dataclass(slots=True)
+class _Prepared:
+    """What is kept of a bucket from step to step: its tables, and the tensors they list, without gradients."""
+
+    scales: tuple[object, float]
+    slots: list[Slot]
+    launches: list[_Launch]
+
+
 class BucketUpdates:
     """Momentum and update of buckets. Keeps the tables of each from step to step."""
 
     def __init__(self) -> None:
-        self._launches: dict[int, list[_Launch]] = {}
-        self._scales: dict[int, tuple[object, float]] = {}
-        self._slots: dict[int, list[Slot]] = {}
+        self._prepared: dict[int, _Prepared] = {}
         self._numbers: dict[tuple[str, int, torch.device], tuple[tuple[float, ...], Tensor]] = {}
 
-    def prepare(self, bucket: Bucket, matrices: Sequence[MatrixTensors], after: ApplyRule) -> None:
+    def prepare(self, bucket: Bucket, matrices: Sequence[MatrixTensors], after: ApplyRule) -> bool:
         """Make the tables of a bucket without launching anything that a CUDA graph would repeat.
 
         Args:
             bucket: The bucket.
             matrices: What this rank holds of its matrices.
             after: The rule that `apply` will follow.
+
+        Returns:
+            False if there is something that kernels cannot work on, such as gradients in fp64.
         """
-        slots = self._slots_of(bucket, matrices, after)
-        assert slots is not None or not bucket.recipe.fused
-        if slots is not None:
-            self._current(bucket.number, slots, scales=_scales(after))
-            _let_go(slots)
+        return self._tables(bucket.number, matrices, after) is not None
 
     def refresh(self, param_groups: Sequence[Mapping[str, Any]], plan: Plan) -> None:
         """Rewrite the live numbers of all groups.
@@ -106,14 +112,12 @@ class BucketUpdates:
         Returns:
             Partial sums of squares of the inputs, where they come for free.
         """
-        slots = self._slots_of(bucket, matrices, after) if bucket.recipe.fused else None
-        if slots is None:
-            self._launches.pop(bucket.number, None)
+        launches = self._tables(bucket.number, matrices, after) if bucket.recipe.fused else None
+        if launches is None:
+            self._prepared.pop(bucket.number, None)
             update_momentum_(matrices, inputs, rule)
             return None
         check_kernels(bucket.device, bucket.recipe.dtype)
-        launches = self._current(bucket.number, slots, scales=_scales(after))
-        _let_go(slots)
         whole = bucket.route is Route.LOCAL and len(launches) == 1
         partials = None
         if whole:
@@ -143,15 +147,15 @@ class BucketUpdates:
             directions: The bucket's flat buffer of directions; used up.
             rule: The numbers of this step.
         """
-        launches = self._launches.get(bucket.number)
-        if launches is None:
+        prepared = self._prepared.get(bucket.number)
+        if prepared is None:
             apply_update_(matrices, directions, rule)
             return
         if isinstance(rule.lr, Tensor) and _is_on(rule.lr, bucket.device):
             lr = rule.lr.to(torch.float32)
         else:
             lr = self.live("lr", bucket.group, bucket.device, (float(rule.lr),))
-        for launch in launches:
+        for launch in prepared.launches:
             elementwise.apply_update(
                 launch.table,
                 directions,
@@ -161,37 +165,26 @@ class BucketUpdates:
                 proceed=rule.proceed,
             )
 
-    def _slots_of(self, bucket: Bucket, matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | None:
-        """The matrices as kernels see them. Only gradients are new from step to step; None: nothing for kernels."""
-        known = self._slots.get(bucket.number, [])
-        if len(known) == len(matrices) and self._scales.get(bucket.number) == _scales(after):
-            if _refill(known, matrices):
-                return known
-            _let_go(known)
-        slots = _slots(matrices, after)
-        if slots is not None:
-            self._slots[bucket.number] = slots
-        return slots
-
     def forget_tensors(self) -> None:
         """Let go of all tensors; tables of addresses are kept. For state that was lent for one step only."""
-        self._slots.clear()
+        for prepared in self._prepared.values():
+            prepared.slots = []
 
-    def _current(self, number: int, slots: Sequence[Slot], *, scales: tuple[object, float]) -> list[_Launch]:
-        launches = self._launches.get(number, [])
-        listed = sum(len(launch.positions) for launch in launches)
-        if listed == len(slots) and self._scales[number] == scales:
-            try:
-                for launch in launches:
-                    mine = [slots[i] for i in launch.positions]
-                    if not launch.table.is_current(mine):
-                        launch.table.update(mine)
-                return launches
-            except ValueError:  # other dtypes, sizes or alignment than before
-                pass
-        launches = [_Launch(table, positions) for table, positions in build_tables(slots)]
-        self._launches[number], self._scales[number] = launches, scales
-        return launches
+    def _tables(self, number: int, matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[_Launch] | None:
+        """The tables of a bucket, brought up to date; None if kernels cannot work on what it holds."""
+        known = self._prepared.get(number)
+        if known is not None and known.scales != _scales(after):
+            known = None
+        slots = _refilled(known.slots, matrices) if known is not None else None
+        slots = slots or _slots(matrices, after)
+        if slots is None:
+            return None
+        try:
+            launches = _current(known.launches if known is not None else [], slots)
+            self._prepared[number] = _Prepared(_scales(after), slots, launches)
+            return launches
+        finally:
+            _let_go(slots)
 
     def live(self, name: str, group: int, device: torch.device, values: tuple[float, ...]) -> Tensor:
         """Keep numbers of a group in device memory, rewritten in the order of the stream when they change.
@@ -254,22 +247,38 @@ def _slots(matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | 
     return slots
 
 
+def _refilled(slots: list[Slot], matrices: Sequence[MatrixTensors]) -> list[Slot] | None:
+    """The same slots with the gradients of this step; None if other tensors have taken the place of theirs."""
+    if len(slots) != len(matrices):
+        return None
+    for slot, item in zip(slots, matrices):  # every call counts: a model has many matrices
+        grad = item.grad
+        known = slot.param is item.param and slot.buffer is item.buffer
+        if not known or (grad is not None and grad.dtype not in _DTYPES):
+            _let_go(slots)
+            return None
+        slot.grad = grad  # of the parameter's shape, as torch sees to
+    return slots
+
+
 def _let_go(slots: Sequence[Slot]) -> None:
-    """Keep slots without gradients: they must be gone when the user lets go of them. Tables know their addresses."""
+    """Keep no gradients: they must be gone when the user lets go of them. Tables know their addresses."""
     for slot in slots:
         slot.grad = None
 
 
-def _refill(slots: Sequence[Slot], matrices: Sequence[MatrixTensors]) -> bool:
-    """Put the gradients of this step into slots; False if other tensors have taken the place of theirs."""
-    for slot, item in zip(slots, matrices):  # every call counts: a model has many matrices
-        grad = item.grad
-        if slot.param is not item.param or slot.buffer is not item.buffer:
-            return False
-        if grad is not None and grad.dtype not in _DTYPES:
-            return False
-        slot.grad = grad  # a gradient has the shape of its parameter
-    return True
+def _current(launches: list[_Launch], slots: Sequence[Slot]) -> list[_Launch]:
+    """The same tables with the addresses of this step, or new ones where those do not fit any more."""
+    if launches and sum(len(launch.positions) for launch in launches) == len(slots):
+        try:
+            for launch in launches:
+                mine = [slots[i] for i in launch.positions]
+                if not launch.table.is_current(mine):
+                    launch.table.update(mine)
+            return launches
+        except ValueError:  # other dtypes, sizes or alignment than before
+            pass
+    return [_Launch(table, positions) for table, positions in build_tables(slots)]
 
 
 def _stack(tensor: Tensor, item: MatrixTensors) -> Tensor | None:

@@ -11,6 +11,7 @@ from meshmuon.polar.gram import gram_newton_schulz
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import TorchOperations
 from meshmuon.polar.recipe import Recipe
+from tests.distributed.memory import LiveBytes
 
 
 class Watching(TorchOperations):
@@ -69,6 +70,20 @@ def test_a_stack_that_is_kept_costs_more():
     schedule = resolve_schedule("polar_express", 5)
     gram_newton_schulz(start, schedule=schedule, restarts=(2,), operations=watching)
     assert watching.most > planned(2, 32, 128, gram=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 64), (3, 48, 48), (1, 16, 128)], ids=str)
+@pytest.mark.parametrize("form", ["svd", "gram", "standard"])
+def test_a_whole_call_stays_within_what_was_planned(shape, form):
+    batch, m, n = shape
+    recipe = orthogonalize.choose_recipe(
+        m, n, schedule=resolve_schedule("polar_express", 5), orthogonalizer=orthogonalize.Orthogonalizer(form=form),
+        device=torch.device("cpu"), dtype=torch.float32, eps=1e-7,
+    )  # fmt: skip
+    counter = LiveBytes()
+    with counter:
+        orthogonalize.orthogonalize_stack([torch.ones(shape)], recipe)
+    assert 0 < counter.peak <= batch * recipe.workspace_bytes(m, n)
 
 
 @pytest.mark.parametrize("given", [True, False])
