@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from tests.distributed.memory import LiveBytes
 
 from meshmuon.polar import cost, orthogonalize
 from meshmuon.polar.coefficients import resolve_schedule
@@ -11,7 +12,6 @@ from meshmuon.polar.gram import gram_newton_schulz
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import TorchOperations
 from meshmuon.polar.recipe import Recipe
-from tests.distributed.memory import LiveBytes
 
 
 class Watching(TorchOperations):
