@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +50,16 @@ def run_eagerly(method: Callable[..., _Result]) -> Callable[..., _Result]:
         return disabled[0](*arguments, **keywords)
 
     return run
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Keep autocast out: it would round products to 16 bits behind our back."""
+    with ExitStack() as stack:
+        for device_type in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def reduce_scatter() -> Callable[..., Any]:

@@ -119,7 +119,7 @@ class Measurement:
             copies = 1 if matrix.share is None else len(matrix.share.copies)
             times = copies / _replicas(matrix.parameter)
             self._add(matrix.parameter, _ERROR, _squares(gram), times=times / len(gram))
-            self._add(matrix.parameter, _MATRICES, torch.ones(()), times=times)
+            self._add(matrix.parameter, _MATRICES, torch.ones((), device="cpu"), times=times)
 
     def _owned_stack(self, bucket: Bucket) -> Tensor:
         """Under `grad_sync`: the momentum of the matrices this rank owns."""
@@ -157,7 +157,7 @@ class Measurement:
         group = self.param_groups[record.group]
         step = float(state["step"])
         if step == 0:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         first, second = (state[key].to(torch.float32) for key in ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = group["betas"]
         update = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + group["eps"])
@@ -203,7 +203,7 @@ class Measurement:
 
     def _sums_of(self, records: Sequence[ParameterRecord]) -> Tensor:
         rows = [self.sums[record.group, record.position].cpu() for record in records]
-        return torch.stack(rows) if rows else torch.zeros(0, _SUMS, dtype=torch.float64)
+        return torch.stack(rows) if rows else torch.zeros(0, _SUMS, dtype=torch.float64, device="cpu")
 
 
 def _lies_here(record: ParameterRecord, rank: int) -> bool:

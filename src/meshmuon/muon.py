@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon._compat import run_eagerly
+from meshmuon._compat import run_eagerly, without_autocast
 from meshmuon.checkpoint import CheckValues, check_state_dict, load_checked
 from meshmuon.checks import check_lr
 from meshmuon.config import (
@@ -192,7 +192,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         ready = self._ready()
-        with ready.peers.together():
+        with ready.peers.together(), without_autocast():
             self._meet(ready)
             logits = ready.heads.read(qk_logits)
             verdict = self._agreement.check(
@@ -340,8 +340,9 @@ class Muon(Optimizer):
         Raises:
             ValueError: If steps are replayed as a CUDA graph, which needs its state in place.
         """
-        self._offloaded = check_offload(on, self._execution)
+        on = check_offload(on, self._execution)
         self._preparation.move_state(self.param_groups, self.state, on_host=on)
+        self._offloaded = on  # last: a move that ran out of memory has not happened
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -362,7 +363,7 @@ class Muon(Optimizer):
             `qk_max_logit` of the last step.
         """
         ready = self._ready()
-        with ready.peers.together():
+        with ready.peers.together(), without_autocast():
             self._meet(ready)
             if ready.owned is not None:
                 ready.owned.catch_up(ready.contributions.together)

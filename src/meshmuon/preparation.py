@@ -136,14 +136,14 @@ class Preparation:
             plan = self._plan(param_groups)
             if self._execution.cuda_graph:
                 refuse_ungraphable(plan)
-            self._ready = self._connected(plan, param_groups, before=self._ready)
-            if self._ready.owned is None:
+            ready = self._connected(plan, param_groups, before=self._ready)
+            if ready.owned is None:
                 complete_state_(state, param_groups, on_host=self.on_host)
             else:
-                self._ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
+                ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
                 state.clear()
                 state.update({param: {} for group in param_groups for param in group["params"]})
-            self._snapshot = Snapshot.of(param_groups)
+            self._ready, self._snapshot = ready, Snapshot.of(param_groups)  # together, once nothing can fail any more
         return self._ready
 
     def move_state(self, param_groups: Groupings, state: State, *, on_host: bool) -> None:
@@ -155,11 +155,11 @@ class Preparation:
             on_host: Where to.
         """
         ready = self.ready(param_groups, state)
-        self.on_host = on_host
         if ready.owned is None:
             complete_state_(state, param_groups, on_host=on_host)
         else:
             ready.owned.move(on_host=on_host)
+        self.on_host = on_host
         ready.updates.forget_tensors()
 
     def state_was_loaded(self) -> None:

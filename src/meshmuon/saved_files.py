@@ -98,7 +98,7 @@ def room_for_extra(metadata: Metadata) -> Tensor:
     """
     there = metadata.state_dict_metadata["extra"]
     assert isinstance(there, TensorStorageMetadata)
-    return torch.empty(there.size, dtype=torch.uint8)
+    return torch.empty(there.size, dtype=torch.uint8, device="cpu")
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -123,7 +123,7 @@ class Step:
         contributions = self.ready.contributions
         owned.catch_up(contributions.together)
         access = StreamedState(owned.loads()) if self.offloaded else ResidentState()
-        SyncedStep(
+        step = SyncedStep(
             plan=self.ready.plan,
             param_groups=self.param_groups,
             exchange=self.ready.exchange,
@@ -133,8 +133,11 @@ class Step:
             present=present,
             unscale=self.unscale,
             proceed=self.proceed,
-        ).take()
-        access.finish()
+        )
+        try:
+            step.take()
+        finally:
+            access.finish()
 
     def take_by_graph(self, graphs: StepGraphs) -> None:
         """The same through a CUDA graph, which is captured once the same addresses have come back.

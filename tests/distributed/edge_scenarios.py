@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshmuon import Muon, Sharded, load_foreign_state
+from meshmuon.runtime import synced
 from tests.distributed import sync_scenarios
 
 
@@ -163,3 +165,39 @@ def foreign_state_of_a_plain_shard():
     load_foreign_state(opt, theirs.state_dict())
     expected = theirs.state_dict()["state"][0]["momentum_buffer"]
     return opt.state[mine]["momentum_buffer"], expected[4 * rank : 4 * rank + 4]
+
+
+def interrupted(kind):
+    """An exception in AdamW's half of a step: what is raised, and then by state_dict() and the next step."""
+    params = [torch.randn(8, 16).requires_grad_(), torch.randn(5).requires_grad_()]
+    groups = [{"params": params[:1], "algorithm": "muon"}, {"params": params[1:], "algorithm": "adamw"}]
+    opt = Muon(groups, grad_sync="optimizer")
+    raised = []
+
+    def fail(*_, **__):
+        raise kind("in the middle")
+
+    with mock.patch.object(synced, "update_adamw_", fail):
+        for attempt in (opt.step, opt.state_dict, opt.step):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            try:
+                attempt()
+                raised.append(None)
+            except BaseException as error:
+                raised.append(type(error).__name__)
+    return raised
+
+
+def one_removed():
+    """Momentum of the parameters that are left when the first one is taken out of its group."""
+    params = [torch.full((8, 16), float(i)).requires_grad_() for i in range(3)]
+    opt = Muon([{"params": params, "algorithm": "muon"}], grad_sync="optimizer", lr=0.0, momentum=0.5)
+    for i, param in enumerate(params):
+        param.grad = torch.full_like(param, float(i))
+    opt.step()
+    del opt.param_groups[0]["params"][0]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    opt.step()
+    return [float(each["momentum_buffer"].mean()) for _, each in sorted(opt.state_dict()["state"].items())]

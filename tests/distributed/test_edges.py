@@ -58,3 +58,16 @@ def test_a_whole_foreign_checkpoint_is_cut_like_plain_shards(pool):
     for got, expected in pool(2).run(edge_scenarios.foreign_state_of_a_plain_shard):
         assert got.any()
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "first"), [(KeyboardInterrupt, "KeyboardInterrupt"), (RuntimeError, "Broken")])
+def test_a_step_that_was_interrupted_is_not_saved(pool, kind, first):
+    """Half of it may be done. Who then saves on Ctrl-C would save that."""
+    for raised in pool(2).run(edge_scenarios.interrupted, kind):
+        assert raised[0].startswith(first)
+        assert raised[1:] == ["BrokenOptimizerError"] * 2
+
+
+def test_a_parameter_taken_out_of_its_group_takes_its_momentum_along(pool):
+    for momenta in pool(2).run(edge_scenarios.one_removed):
+        assert momenta == [0.25, 0.5]

@@ -110,6 +110,10 @@ class Peers:
             found = f"a step failed on rank {self._plan.rank}, {gone} ({self._health.broken})"
             do = "Parameters may be half updated: reload a checkpoint on all ranks"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
+        except BaseException as error:  # Ctrl-C: half of the step may be done, and peers are not asked
+            if not self.alone:
+                self._health.broken = type(error).__name__
+            raise
 
     def settings_hashes(self) -> list[int]:
         """Give a number for each parameter that changes with any hyper-parameter of its group."""

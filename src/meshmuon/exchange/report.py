@@ -65,5 +65,5 @@ class Report:
         answers: dict[str, Any] = {name: to_host(getattr(self, name)) for name in fields}
         arrived = torch.cuda.Event() if self.bad.is_cuda else None
         if arrived is not None:
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(self.bad.device))
         return dataclasses.replace(self, **answers, arrived=arrived, present=None)

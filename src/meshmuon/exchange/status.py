@@ -59,7 +59,7 @@ class Limits:
 
     def __init__(self) -> None:
         self._known: tuple[torch.device | None, torch.dtype | None, list[float], Tensor]
-        self._known = (None, None, [], torch.empty(0))
+        self._known = (None, None, [], torch.empty(0, device="cpu"))
 
     def on(self, device: torch.device, watched: Sequence[Watched]) -> Tensor:
         """Give them on a device.
@@ -97,7 +97,8 @@ def unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None)
     device, found = limits.device, None
     for (_, dtype), indices in alike.items():
         peaks = torch._foreach_norm([watched[i].grad for i in indices], float("inf"))  # type: ignore[misc]
-        peak = torch.stack(peaks).to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+        wide = torch.promote_types(dtype, torch.float32)
+        peak = torch.stack(peaks).to(device, wide, non_blocking=device.type == "cuda")
         peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
         if len(indices) == len(watched):
             return (peak <= limits).logical_not_()
@@ -110,7 +111,8 @@ def unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None)
 
 def _on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
     """Bring numbers to a device without waiting for it."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    on_gpu = device.type == "cuda"
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
 def status(
@@ -146,7 +148,7 @@ def status(
         [-h or -_LARGEST for h in placed],
         [-h for h in settings],
     ]
-    host = torch.tensor(known, dtype=torch.int32, pin_memory=bad.is_cuda)
+    host = torch.tensor(known, dtype=torch.int32, device="cpu", pin_memory=bad.is_cuda)
     absent, present, refused, new_plan, own, *others = host.to(bad.device, non_blocking=True)
     own_bad = (bad & own.bool()).any().to(torch.int32).expand(len(watched))
     scaled = torch.zeros_like(absent) if overflow is None else overflow.ne(0).expand(len(watched)).to(torch.int32)

@@ -130,7 +130,7 @@ def _names(group: Mapping[str, Any]) -> list[str | None]:
 def _checked(label: str, value: Any, key: str) -> Tensor:
     """A tensor of real numbers; a step may be a number."""
     if key == "step" and (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
-        return torch.tensor(float(value), dtype=torch.float32)
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     if key != "step" and isinstance(value, Tensor) and value.is_floating_point():
         return value.detach()
     found = f"no {key}" if value is None else f"{key} is a {type(value).__name__}"

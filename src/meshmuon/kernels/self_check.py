@@ -100,7 +100,7 @@ def _momentum(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     assert slot.grad is not None
     buffer = torch.lerp(slot.buffer, slot.grad, 0.1)
     expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(torch.bfloat16)
-    numbers = torch.tensor(elementwise.momentum_numbers(0.9), device=device)
+    numbers = torch.tensor(elementwise.momentum_numbers(0.9), dtype=torch.float32, device=device)
     elementwise.update_momentum(build_tables([slot])[0][0], inputs, numbers=numbers, nesterov=True)
     return inputs.view(48, 80), expected
 
@@ -116,7 +116,7 @@ def _apply(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     slot, _ = _slot(device)
     direction = _numbers(device, dtype, 48 * 80)
     expected = slot.param * (1 - 0.1 * 0.2) - 0.1 * 0.5 * direction.view(48, 80).mT.float()
-    lr, decay = torch.tensor([0.1, 0.2], device=device).unbind()
+    lr, decay = torch.tensor([0.1, 0.2], dtype=torch.float32, device=device).unbind()
     elementwise.apply_update(build_tables([slot])[0][0], direction, lr=lr, weight_decay=decay, mode="decoupled")
     return slot.param, expected
 

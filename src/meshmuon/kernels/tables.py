@@ -227,7 +227,7 @@ def _address(tensor: Tensor, index: int) -> int:
 
 def _host(rows: list[list[int]], device: torch.device) -> Tensor:
     """Pinned, so that the copy does not wait; torch keeps the memory until the copy is done."""
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     assert table.shape[1] == FIELDS
     return table.pin_memory() if device.type == "cuda" else table
 

@@ -87,8 +87,8 @@ class AttentionLayer:
             int64, one for each row.
         """
         dim = self.clip.head_dim
-        found = torch.full((parameter.rows,), slots.none)
-        q, k = torch.arange(self.q_heads), torch.arange(self.k_heads)
+        found = torch.full((parameter.rows,), slots.none, device="cpu")
+        q, k = torch.arange(self.q_heads, device="cpu"), torch.arange(self.k_heads, device="cpu")
         if parameter.side == "qk":
             assert self.clip.fused_rows is not None
             first, second, *_ = self.clip.fused_rows
@@ -120,7 +120,7 @@ class AttentionLayer:
         if layout is None:
             return tuple(range(self.q_heads))
         strided = [cut.axis for cut in layout.cuts[q.row_dim] if cut.factor > 1]
-        has = torch.zeros(q.rows, dtype=torch.int64)
+        has = torch.zeros(q.rows, dtype=torch.int64, device="cpu")
         for peer in layout.neighbours(rank, strided):
             for start, stop in q.held(peer):
                 has[start:stop] = 1

@@ -126,20 +126,32 @@ class StepGraphs:
         if not prepare(updates, tables=True):
             self._seen[key] = -_TRIED_AGAIN
             return False
-        self._captured[key] = _Captured(_recorded(lambda: launch(updates, kept)), updates, kept)
+        assert self._plan is not None
+        try:
+            graph = _recorded(lambda: launch(updates, kept), _devices(self._plan).pop())
+        except torch.OutOfMemoryError:  # a graph needs memory of its own
+            self._seen[key] = -_TRIED_AGAIN
+            return False
+        self._captured[key] = _Captured(graph, updates, kept)
         return True
 
 
-def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+def _recorded(launch: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
     return graph
 
 
+def _devices(plan: Plan) -> set[torch.device]:
+    return {bucket.device for bucket in plan.buckets} | {record.device for record in plan.elementwise}
+
+
 # Read from device memory at each replay; all other settings are baked into the launches.
-_LIVE = {"muon": ("lr", "momentum", "weight_decay"), "adamw": ("lr",)}
+# AdamW has no momentum, but schedulers that cycle it write it into every group.
+_LIVE = {"muon": ("lr", "momentum", "weight_decay"), "adamw": ("lr", "momentum")}
 _NO_SETTINGS = ("params", "param_names")
 
 
@@ -170,6 +182,9 @@ def refuse_ungraphable(plan: Plan) -> None:
     Raises:
         ValueError: Says why.
     """
+    if len(_devices(plan)) > 1:
+        found = f"parameters on {', '.join(sorted(map(str, _devices(plan))))}"
+        raise ValueError(message("cuda_graph", found=found, do="Leave it out: a graph holds the work of one GPU"))
     odd = next((b for b in plan.buckets if b.route is not Route.LOCAL or not b.recipe.fused), None)
     if odd is not None:
         why = (

@@ -198,17 +198,18 @@ class LocalTensors:
             in_parts: Whether state has to be brought, and so in parts of a bounded size.
 
         Returns:
-            Those with a gradient, by group and whether they are decayed.
+            Those with a gradient, by group, whether they are decayed, and device.
         """
-        alike: dict[tuple[int, bool], list[AdamWTensors]] = {}
+        alike: dict[tuple[int, bool, torch.device], list[AdamWTensors]] = {}
         for record in plan.elementwise:
             param = self._parameter(record)
             if param.grad is not None:
                 state = {key: local(value) for key, value in self._state[param].items()}
                 item = AdamWTensors(param=local(param), grad=local(param.grad), **state)
-                alike.setdefault((record.group, decays(self._param_groups, record)), []).append(item)
+                kind = (record.group, decays(self._param_groups, record), item.param.device)
+                alike.setdefault(kind, []).append(item)
         found: list[ElementwisePart] = []
-        for (group, decayed), tensors in alike.items():
+        for (group, decayed, _), tensors in alike.items():
             for part in batches(tensors) if in_parts else [tensors]:
                 found.append(ElementwisePart(len(found), group, decayed, part))
         return found

@@ -132,6 +132,7 @@ class _Stream:
         slot.key = None
 
     def finish(self) -> None:
+        self._arrivals.wait()  # of a step that failed in between: its buffers must not be written any more
         self._departures.wait()
         for tensor, packed in self._strided:
             tensor.copy_(packed)
@@ -250,7 +251,7 @@ def _cut(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _empty_packed(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_pinned())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_pinned())
 
 
 def _packed(tensor: Tensor) -> Tensor:

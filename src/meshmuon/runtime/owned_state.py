@@ -42,12 +42,17 @@ class OwnedState:
     ) -> None:
         self.plan = plan
         self._before = before
-        self._param_groups = param_groups
+        # Records say where a tensor stood when the plan was made; a user may have edited the groups since.
+        self._params = {_place(record): parameter_of(param_groups, record) for record in plan.parameters}
+        self._dtypes = {
+            _place(record): state_dtype(parameter_of(param_groups, record), param_groups[record.group])
+            for record in plan.parameters
+            if record.routing.algorithm == "muon"
+        }
         self._momentum: dict[tuple[object, ...], Tensor] = {}
         self._moments: dict[tuple[object, ...], dict[str, Tensor]] = {}
         for matrix in self.matrices():
-            param = self._parameter(matrix.parameter)
-            dtype = state_dtype(param, param_groups[matrix.parameter.group])
+            param, dtype = self._parameter(matrix.parameter), self._dtypes[_place(matrix.parameter)]
             self._momentum[_key(matrix)] = zeros_like(
                 matrix.block.select(param), dtype=dtype, memory_format=torch.contiguous_format, on_host=on_host
             )
@@ -55,10 +60,10 @@ class OwnedState:
             param = self._parameter(stretch.parameter)
             part = param.detach().reshape(-1)[stretch.start : stretch.stop]
             fresh = {key: zeros_like(part, on_host=on_host) for key in _MOMENTS}
-            self._moments[_key(stretch)] = {"step": torch.zeros((), device=param.device), **fresh}
+            self._moments[_key(stretch)] = {"step": torch.zeros((), dtype=torch.float32, device=param.device), **fresh}
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
-        return parameter_of(self._param_groups, record)
+        return self._params[_place(record)]
 
     def matrices(self) -> list[Matrix]:
         """Give the matrices this rank owns."""
@@ -86,11 +91,18 @@ class OwnedState:
         Args:
             on_host: Where to.
         """
-        for matrix in self.matrices():
-            self._momentum[_key(matrix)] = self._moved(self.momentum(matrix), matrix.parameter, on_host=on_host)
-        for stretch in self.stretches():
-            moments = self.moments(stretch)
-            moments.update({key: self._moved(moments[key], stretch.parameter, on_host=on_host) for key in _MOMENTS})
+        momentum = {
+            _key(matrix): self._moved(self.momentum(matrix), matrix.parameter, on_host=on_host)
+            for matrix in self.matrices()
+        }
+        moments = {
+            _key(stretch): {
+                key: self._moved(value, stretch.parameter, on_host=on_host) if key in _MOMENTS else value
+                for key, value in self.moments(stretch).items()
+            }
+            for stretch in self.stretches()
+        }
+        self._momentum, self._moments = momentum, moments  # all of it, or, where memory is lacking, nothing
 
     def _moved(self, value: Tensor, record: ParameterRecord, *, on_host: bool) -> Tensor:
         device = self._parameter(record).device
@@ -151,12 +163,12 @@ class OwnedState:
         """What this rank has, at its place in tensors of the parameters' shapes; zeros elsewhere."""
         result: WholeState = {}
         for record in self.plan.parameters:
-            param, group = self._parameter(record), self._param_groups[record.group]
+            param = self._parameter(record)
             if record.routing.algorithm == "muon":
-                made = {"momentum_buffer": _zeros(param, state_dtype(param, group))}
+                made = {"momentum_buffer": _zeros(param, self._dtypes[_place(record)])}
             else:
                 made = {
-                    "step": torch.zeros((), device=param.device),
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
                     **{k: _zeros(param, param.dtype) for k in _MOMENTS},
                 }
             result[self._parameter(record)] = made
@@ -188,6 +200,10 @@ class OwnedState:
                     flat = state[key].reshape(-1)[stretch.start : stretch.stop]
                     self.moments(stretch)[key].copy_(flat)
                 self.moments(stretch)["step"].copy_(state["step"])
+
+
+def _place(record: ParameterRecord) -> tuple[int, int]:
+    return (record.group, record.position)
 
 
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:

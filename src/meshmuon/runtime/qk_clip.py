@@ -63,13 +63,13 @@ class _Team:
         q, k, key_of, rows = 0, 0, [], []
         for layer in layers:
             slots = Slots(q=q, whole=heads + q, k=2 * heads + k, none=2 * heads + keys)
-            key_of.append(k + torch.arange(layer.q_heads) // (layer.q_heads // layer.k_heads))
+            key_of.append(k + torch.arange(layer.q_heads, device="cpu") // (layer.q_heads // layer.k_heads))
             for parameter in layer.parameters:
                 every = layer.slots_of(parameter, slots)
                 rows += [every[start:stop] for start, stop in parameter.held(rank)]
             q, k = q + layer.q_heads, k + layer.k_heads
         parameters = tuple(p for layer in layers for p in layer.parameters)
-        here = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        here = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
         return cls(first.team, tuple(layers), device, parameters, torch.cat(key_of).to(device), here.to(device))
 
 
@@ -165,7 +165,7 @@ class HeadClip:
     ) -> None:
         assert self._clip is not None
         if packed is None:  # other ranks may know more
-            packed = torch.full((team.q_heads,), -torch.inf, device=team.device)
+            packed = torch.full((team.q_heads,), -torch.inf, dtype=torch.float32, device=team.device)
         logits, threshold = self._largest(team.ranks, packed), self._clip.threshold
         factors = clip_factors(logits, team.key_of, keys=team.k_heads, threshold=threshold, proceed=proceed)
         over = factors[team.q_heads : 2 * team.q_heads] < 1
@@ -216,7 +216,7 @@ class HeadClip:
             found = f"a {logits.dtype} tensor of shape {tuple(logits.shape)}"
             raise ValueError(message(subject, found=found, do=f"Give one number for each of {layer.q_heads} heads"))
         device = layer.parameters[0].record.device
-        mine = local(logits.detach()).to(device, torch.float32, non_blocking=True)
+        mine = local(logits.detach()).to(device, torch.float32, non_blocking=device.type == "cuda")
         layout = layout_of(subject, logits)
         if layout is None and len(mine) == layer.q_heads:
             return mine
@@ -233,7 +233,7 @@ class HeadClip:
         else:
             region = layout.region(self._rank)[0] if self._rank in layout.ranks else ()
             heads = tuple(head for start, stop in region for head in range(start, stop))
-        placed = torch.full((layer.q_heads,), -torch.inf, device=device)
+        placed = torch.full((layer.q_heads,), -torch.inf, dtype=torch.float32, device=device)
         for first, last, start in _runs(heads):
             placed[first:last] = mine[start : start + last - first]
         return placed

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
 from meshmuon._compat import has_fused_adamw
+from meshmuon.update.tensors import at_least_fp32
 
 _NO_TAIL = 64  # numbers: a multiple of what any vector register holds, and of a cache line, in every dtype
 
@@ -50,9 +51,9 @@ class AdamWRule:
     @classmethod
     def of(cls, group: Mapping[str, Any], *, decays: bool, unscale: Tensor | None, proceed: Tensor | None) -> AdamWRule:
         """Read the numbers of a parameter group."""
-        ratio = group["adamw_lr_ratio"]
+        lr, ratio = at_least_fp32(group["lr"]), group["adamw_lr_ratio"]
         return cls(
-            lr=group["lr"] if ratio == 1.0 else group["lr"] * ratio,
+            lr=lr if ratio == 1.0 else lr * ratio,
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"] if decays else 0.0,
@@ -81,9 +82,9 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
     device = tensors[0].param.device
     # The kernels divide, and round to the gradient's dtype only what they have used.
     scale = None if rule.unscale is None else rule.unscale.double().reciprocal().to(device, torch.float32)
-    found_inf = None if scale is None else torch.zeros((), device=device)
+    found_inf = None if scale is None else torch.zeros((), dtype=torch.float32, device=device)
     if rule.proceed is not None:
-        found_inf = torch.logical_not(rule.proceed).to(torch.float32)
+        found_inf = torch.logical_not(rule.proceed).to(device, torch.float32)
     if not fused and found_inf is not None:
         raise RuntimeError(
             f"torch has no fused AdamW on {device}, so no GradScaler and no deciding on the device there"

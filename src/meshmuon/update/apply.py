@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshmuon.config import LRRule, WeightDecayMode
 from meshmuon.update.scale import scale_factor
-from meshmuon.update.tensors import MatrixTensors, math_dtype
+from meshmuon.update.tensors import MatrixTensors, at_least_fp32, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class ApplyRule:
     @classmethod
     def of(cls, group: Mapping[str, Any], *, proceed: Tensor | None) -> ApplyRule:
         """Read the numbers of a parameter group."""
-        keys = ("lr", "weight_decay", "weight_decay_mode", "adjust_lr_fn", "extra_scale_factor")
-        return cls(**{key: group[key] for key in keys}, proceed=proceed)
+        keys = ("weight_decay", "weight_decay_mode", "adjust_lr_fn", "extra_scale_factor")
+        return cls(lr=at_least_fp32(group["lr"]), **{key: group[key] for key in keys}, proceed=proceed)
 
 
 def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: ApplyRule) -> None:
@@ -56,9 +56,9 @@ def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: A
     for item in matrices:
         if not item.active:
             continue
-        lr = rule.lr if rule.proceed is None else rule.lr * rule.proceed
-        size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
         dtype = math_dtype(item.param)
+        lr = rule.lr if rule.proceed is None else rule.proceed.to(item.param.device, dtype) * rule.lr
+        size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
         direction = item.direction_in(directions).to(dtype)
         param = item.param.to(dtype)  # the parameter itself, if it has that dtype
         if rule.weight_decay and rule.weight_decay_mode != "l2":

@@ -133,7 +133,7 @@ class BucketUpdates:
                 nesterov=rule.nesterov,
                 l2=bool(rule.l2),
                 unscale=None if rule.unscale is None else rule.unscale.to(bucket.device, torch.float32),
-                proceed=rule.proceed,
+                proceed=None if rule.proceed is None else rule.proceed.to(bucket.device),
                 partials=partials,
             )
         return partials
@@ -162,7 +162,7 @@ class BucketUpdates:
                 lr=lr,
                 weight_decay=self.live("decay", bucket.group, bucket.device, (rule.weight_decay,)),
                 mode=rule.weight_decay_mode,
-                proceed=rule.proceed,
+                proceed=None if rule.proceed is None else rule.proceed.to(bucket.device),
             )
 
     def forget_tensors(self) -> None:
@@ -203,7 +203,7 @@ class BucketUpdates:
         key = (name, group, device)
         before, tensor = self._numbers.get(key, (None, None))
         if tensor is None:
-            tensor = torch.empty(len(values), device=device)
+            tensor = torch.empty(len(values), dtype=torch.float32, device=device)
         if before != values:
             for place, value in zip(tensor.unbind(), values, strict=True):
                 place.fill_(value)

@@ -61,7 +61,7 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
         buffer = item.buffer.to(grad.dtype)  # may be the buffer itself
         if rule.proceed is not None:
             # lerp(buf, buf, w) is buf, exactly: a step that must not happen leaves momentum alone, and stays finite.
-            grad = torch.where(rule.proceed, grad, buffer)
+            grad = torch.where(rule.proceed.to(grad.device), grad, buffer)
         if buffer is item.buffer:
             buffer.lerp_(grad, 1.0 - rule.momentum)
         else:

@@ -61,7 +61,7 @@ def clip_factors(
     whole = bound / logits.clamp(min=bound)  # not `threshold / tensor`: that multiplies with a rounded reciprocal
     one = torch.ones_like(bound)
     if proceed is not None:
-        whole = torch.where(proceed.to(whole.device, non_blocking=True), whole, one)
+        whole = torch.where(proceed.to(whole.device), whole, one)
     largest = whole.new_zeros(keys).scatter_reduce_(0, key_of, whole, "amax")
     key = largest.sqrt_()
     return torch.cat([whole / key[key_of], whole, key, one.view(1)])

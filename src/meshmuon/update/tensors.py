@@ -86,3 +86,15 @@ def math_dtype(tensor: Tensor) -> torch.dtype:
         The dtype.
     """
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def at_least_fp32(lr: float | Tensor) -> float | Tensor:
+    """Give a learning rate in a dtype that can hold 1 - lr·wd: in 16 bits that is 1, or off by a half.
+
+    Args:
+        lr: A number or a tensor.
+
+    Returns:
+        The same, or a tensor in fp32.
+    """
+    return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.dtype.itemsize < 4 else lr

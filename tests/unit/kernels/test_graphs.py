@@ -29,7 +29,7 @@ def give(params, step, *, scale=1.0):
 
 
 def imitated(begins=lambda: None):
-    def recorded(launch):
+    def recorded(launch, device):
         begins()
         return SimpleNamespace(replay=launch)
 
@@ -99,10 +99,39 @@ def test_dtype_and_strides_are_part_of_the_key():
     assert keys[0] != keys[1]
 
 
+def test_schedulers_that_cycle_momentum_do_not_keep_a_graph_from_being_captured():
+    params, opt = optimizer(cuda_graph=True)
+    rest = torch.randn(5).requires_grad_()
+    opt.add_param_group({"params": [("rest", rest)], "algorithm": "adamw"})
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=50)
+    with imitated():
+        for step in range(5):
+            give([*params, rest], step)
+            opt.step()
+            scheduler.step()
+    assert len(opt._graphs._captured) == 1
+
+
+def test_no_memory_for_a_graph_is_no_reason_to_stop():
+    params, opt = optimizer(cuda_graph=True)
+    other, eager = optimizer()
+    with mock.patch.object(graphs, "_recorded", out_of_memory):
+        for step in range(5):
+            give(params, step)
+            give(other, step)
+            opt.step()
+            eager.step()
+    assert not opt._graphs._captured
+    assert all(map(torch.equal, params, other))
+
+
+PLAN = SimpleNamespace(buckets=(), elementwise=(SimpleNamespace(device="cpu"),))
+
+
 def run(kept, key, events, *, proceed=None):
     with imitated():
         kept.run(
-            "plan", key, signals=graphs.Signals(proceed, None), eager=lambda: events.append("eager"),
+            PLAN, key, signals=graphs.Signals(proceed, None), eager=lambda: events.append("eager"),
             prepare=lambda updates, tables: True,
             launch=lambda updates, signals: events.append(None if signals.proceed is None else bool(signals.proceed)),
         )  # fmt: skip
