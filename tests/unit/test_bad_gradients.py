@@ -236,3 +236,28 @@ def test_a_device_of_its_own_decides_without_the_host():
             agreement.check(watched, peers=peers, found_inf=None, unscale=None)
         verdict = agreement.check(watched, peers=peers, found_inf=None, unscale=None)
     assert verdict.go and verdict.flag is not None and verdict.flag.device.type == "meta"
+
+
+class _Event:
+    """One that the host has not seen happen."""
+
+    def __init__(self):
+        self.waited = False
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        self.waited = True
+
+
+@pytest.mark.parametrize(("alone", "left"), [(True, [1, 2, 3]), (False, [3])])
+def test_ranks_meet_an_answer_at_the_same_step_and_one_alone_never_waits(alone, left):
+    agreement = Agreement("skip")
+    agreement._steps = 3
+    events = {step: _Event() for step in (1, 2, 3)}
+    for step, event in events.items():
+        agreement._on_their_way.append(Report(step, ("p",), torch.tensor([False]), arrived=event))
+    agreement._collect_due(alone=alone)
+    assert [report.step for report in agreement._on_their_way] == left
+    assert [step for step, event in events.items() if not event.waited] == left

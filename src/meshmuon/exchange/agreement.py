@@ -71,7 +71,7 @@ class Agreement:
             GradientMismatchError: If only some ranks have a gradient for a parameter they share. Likewise.
             AgreedRefusalError: Holds this rank's own error about a gradient; its peers raise too.
         """
-        self.collect(wait=False)
+        self._collect_due(alone=peers.alone)
         self._steps += 1
         if not isinstance(found_inf, Tensor):
             found_inf = None  # GradScaler gives the number 0 when there is no gradient at all
@@ -147,6 +147,16 @@ class Agreement:
         do = "Nothing was changed. That rank says why"
         raise GradientMismatchError(message(f"step {self._steps}", found=found, do=do))
 
+    def _collect_due(self, *, alone: bool) -> None:
+        """Look at the answers that have arrived; with peers, at those of the step before the last, arrived or not.
+
+        An answer may be an error. All ranks must meet it at the same step: one that left earlier would be waited for.
+        """
+        if alone:
+            self.collect(wait=False)
+        while not alone and self._on_their_way and self._on_their_way[0].step < self._steps:
+            self._take_first()
+
     def collect(self, *, wait: bool) -> None:
         """Count and warn about the answers that have arrived since.
 
@@ -154,12 +164,16 @@ class Agreement:
             wait: Whether to wait for all of them.
         """
         while self._on_their_way:
-            report = self._on_their_way[0]
-            if report.arrived is not None and not report.arrived.query():
-                if not wait:
-                    return
-                report.arrived.synchronize()
-            self._account(self._on_their_way.popleft())
+            arrived = self._on_their_way[0].arrived
+            if not wait and arrived is not None and not arrived.query():
+                return
+            self._take_first()
+
+    def _take_first(self) -> None:
+        report = self._on_their_way.popleft()
+        if report.arrived is not None:
+            report.arrived.synchronize()
+        self._account(report)
 
     def counts(self) -> dict[str, float]:
         """Give the counts for `metrics()`, waiting for those on their way."""
