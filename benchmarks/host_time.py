@@ -97,7 +97,8 @@ def measure(ranks: int, *, steps: int) -> dict[str, float]:
                 start = time.perf_counter()
                 opt.step()
                 times.append(time.perf_counter() - start - clock.seconds)
-        assert opt.metrics()["skipped_non_finite"] == 0
+        with nothing_to_send():
+            assert opt.metrics()["skipped_non_finite"] == 0
         buckets = [bucket for bucket in opt.plan.buckets if bucket.team]
         tables = [transfer_of(bucket, rank=0) for bucket in buckets]
         pieces = sum(len(table.out.stops) + len(table.back.stops) for table in tables)

@@ -208,7 +208,7 @@ class SyncedStep:
         for bucket in self._buckets:
             squares, counts = _squares(bucket, averages[id(bucket)], self.plan.rank)
             parts.append(self.contributions.give(bucket.team, squares, counts).wait())
-        norm = _sum(torch.cat(parts).sort().values).sqrt()
+        norm = _sum(torch.cat([part.to(parts[0].device) for part in parts]).sort().values).sqrt()
         return (bound / (norm + _CLIP_EPS)).clamp(max=1.0)
 
     def _parameter(self, record: ParameterRecord) -> Tensor:

@@ -1,7 +1,9 @@
 """What `meshmuon bench` measures with: floors, tables, and the choice of tiles. The clocks need no test."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -180,3 +182,11 @@ def test_a_file_that_does_not_exist_is_refused(tiles_file, monkeypatch):
 def test_tiles_that_would_be_wrong_here_are_refused(content, found):
     with pytest.raises(ValueError, match=found):
         read_tiles(content, source="tiles.json", gpu="NVIDIA H200")
+
+
+def test_host_time_of_a_rank_of_many_can_be_measured():
+    """It reaches into the step to take the polar factors off, and has come apart from it before."""
+    command = [sys.executable, "-m", "benchmarks.host_time", "--ranks", "8", "--steps", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].split()[0] == "8"
