@@ -13,7 +13,8 @@ from meshmuon.config import Execution
 from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
-from meshmuon.exchange.peers import Health, Peers
+from meshmuon.exchange.health import Health
+from meshmuon.exchange.peers import Peers
 from meshmuon.groups import group_records
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.mesh import mesh_groups

@@ -12,7 +12,8 @@ from meshmuon.config import DTypeChoice, Execution, Form, Orthogonalizer
 from meshmuon.errors import message
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
-from meshmuon.exchange.peers import Health, Peers
+from meshmuon.exchange.health import Health
+from meshmuon.exchange.peers import Peers
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.mesh import is_distributed, like, local, mesh_groups
 from meshmuon.layout.plain import PlainLayouts, Sharded

@@ -14,7 +14,8 @@ from meshmuon import Muon, NonFiniteGradientError, NonFiniteGradientWarning
 from meshmuon.config import Execution
 from meshmuon.exchange.agreement import Agreement
 from meshmuon.exchange.groups import Groups
-from meshmuon.exchange.peers import Health, Peers
+from meshmuon.exchange.health import Health
+from meshmuon.exchange.peers import Peers
 from meshmuon.exchange.report import Report
 from meshmuon.exchange.status import Watched
 from meshmuon.plan.build import build_plan

@@ -6,6 +6,7 @@ import datetime
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def sustained_flops(seconds: float = 1.0) -> dict[str, float]:
         out = torch.empty_like(a)
         start, rounds = time.perf_counter(), []
         while time.perf_counter() - start < seconds:
-            rounds.append(milliseconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), "cuda", calls=20))  # type: ignore[misc]
+            rounds.append(milliseconds(partial(torch.mm, a, b, out=out), "cuda", calls=20))
         late = rounds[len(rounds) // 2 :]
         found[str(dtype).removeprefix("torch.")] = 2 * 8192**3 * len(late) / sum(late) * 1e3
     return found

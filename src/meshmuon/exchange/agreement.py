@@ -23,7 +23,8 @@ from meshmuon.errors import (
     some,
     warn_user,
 )
-from meshmuon.exchange.peers import AgreedRefusalError, Peers
+from meshmuon.exchange.health import AgreedRefusalError
+from meshmuon.exchange.peers import Peers
 from meshmuon.exchange.report import ELSEWHERE, Report
 from meshmuon.exchange.status import Limits, Row, Watched, number_of, status, unusable
 
@@ -154,7 +155,8 @@ class Agreement:
         """
         if alone:
             self.collect(wait=False)
-        while not alone and self._on_their_way and self._on_their_way[0].step < self._steps:
+            return
+        while self._on_their_way and self._on_their_way[0].step < self._steps:
             self._take_first()
 
     def collect(self, *, wait: bool) -> None:

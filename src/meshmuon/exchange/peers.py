@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmuon.errors import (
-    BrokenOptimizerError,
-    GradientMismatchError,
-    NonFiniteGradientError,
-    PlanMismatchError,
-    message,
-    some,
-)
+from meshmuon.errors import PlanMismatchError, message, some
 from meshmuon.exchange.groups import Groups
-from meshmuon.exchange.roll_call import silent_ranks
+from meshmuon.exchange.health import Health
 from meshmuon.exchange.status import Row
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.fingerprint import digest, fingerprint, team_fingerprints
 
 Ranks = tuple[int, ...]
 _MESHES_IN_A_CHAIN = 4
-
-
-@dataclass(slots=True)
-class Health:
-    """Whether a collective failed in the middle of a step, and how. Outlives plans; a loaded checkpoint heals it."""
-
-    broken: str | None = None
-    incidents: int = 0
-
-
-class AgreedRefusalError(Exception):
-    """Carries an error of this rank that every peer has heard of: nothing was changed, nothing is broken."""
 
 
 class Peers:
@@ -76,44 +56,12 @@ class Peers:
         return not self._assemblies
 
     def refuse_if_broken(self) -> None:
-        """Refuse to go on after a collective failed in the middle of a step.
+        """Refuse to go on after a step ended in the middle. See `Health`."""
+        self._health.refuse_if_broken()
 
-        Raises:
-            BrokenOptimizerError: If one did.
-        """
-        if self._health.broken is not None:
-            found = f"an earlier step lost a rank ({self._health.broken})"
-            do = "Parameters may be half updated: reload a checkpoint on all ranks"
-            raise BrokenOptimizerError(message("optimizer", found=found, do=do))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Do something that only makes sense if every peer does it too.
-
-        Raises:
-            BrokenOptimizerError: If it failed, for a reason the peers have not agreed on, now or before.
-        """
-        self.refuse_if_broken()
-        try:
-            yield
-        except (PlanMismatchError, GradientMismatchError, NonFiniteGradientError):
-            raise  # every peer raises too, and nothing was changed
-        except AgreedRefusalError as refusal:
-            raise refusal.args[0] from None
-        except Exception as error:
-            if self.alone:
-                raise
-            self._health.broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._health.incidents += 1
-            silent = silent_ranks(sorted(set().union(*self._assemblies)), incident=self._health.incidents)
-            gone = f"no answer yet from rank {some(map(str, silent))}" if silent else "a peer is gone or failed"
-            found = f"a step failed on rank {self._plan.rank}, {gone} ({self._health.broken})"
-            do = "Parameters may be half updated: reload a checkpoint on all ranks"
-            raise BrokenOptimizerError(message("optimizer", found=found, do=do)) from error
-        except BaseException as error:  # Ctrl-C: half of the step may be done, and peers are not asked
-            if not self.alone:
-                self._health.broken = type(error).__name__
-            raise
+    def together(self) -> AbstractContextManager[None]:
+        """Do something that only makes sense if every peer does it too. See `Health`."""
+        return self._health.together(self._plan.rank, sorted(set().union(*self._assemblies)))
 
     def settings_hashes(self) -> list[int]:
         """Give a number for each parameter that changes with any hyper-parameter of its group."""

@@ -179,16 +179,21 @@ def _is_aligned(slot: Slot) -> bool:
 def _addresses(slots: Sequence[Slot]) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for slot in slots:  # every call counts: a model has many matrices
-        param, buffer, grad = slot.param, slot.buffer, slot.grad
-        places = (param.data_ptr(), _turn(param), buffer.data_ptr(), _turn(buffer))
-        # A gradient may have another dtype than the one that lay there the step before.
-        found.append(places if grad is None else (*places, grad.data_ptr(), _turn(grad), grad.dtype))
+        grad = None if slot.grad is None else whereabouts(slot.grad)
+        found.append((whereabouts(slot.param), whereabouts(slot.buffer), grad))
     return found
 
 
-def _turn(tensor: Tensor) -> tuple[int, ...] | None:
-    """How a tensor of a known shape is stored: None for the usual way."""
-    return None if tensor.is_contiguous() else tensor.stride()
+def whereabouts(tensor: Tensor) -> tuple[object, ...]:
+    """Give where a tensor of a known shape lies, and how: what a launch that was prepared for it depends on.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Its address and dtype, and its strides unless it is stored in the usual way.
+    """
+    return (tensor.data_ptr(), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())
 
 
 def _rows(slots: Sequence[Slot]) -> list[list[int]]:

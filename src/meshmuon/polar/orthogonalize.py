@@ -118,7 +118,7 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
         start = [normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)]
     slow_in_batches = x.device.type == "cpu" and not recipe.fused and m * m * n >= _ONE_BY_ONE_FROM
     del x  # the iteration is to be the only one that holds it
-    if not slow_in_batches and not (recipe.invariant and recipe.kernels.products == "torch"):
+    if not slow_in_batches and not recipe.one_by_one:
         return _iterate(start, recipe)[:, :m, :n]
     whole = taken(start)
     result = torch.empty_like(whole)

@@ -50,6 +50,11 @@ class Recipe:
         """Whether element-wise work runs in kernels of ours."""
         return self.kernels.fused
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether matrices are iterated on one at a time, because the products of torch depend on their batch."""
+        return self.invariant and self.kernels.products == "torch"
+
     def flops(self, m: int, n: int) -> float:
         """Count the operations for one m×n matrix (m <= n)."""
         if self.form == "svd":
@@ -72,13 +77,12 @@ class Recipe:
         """Bound the memory for one m×n matrix (m <= n)."""
         if self.form == "svd":
             return cost.svd_bytes(m, n)
-        one_by_one = self.invariant and self.kernels.products == "torch"
         return cost.workspace_bytes(
             m,
             n,
             compute_bytes=self.dtype.itemsize,
             input_bytes=self.input_dtype.itemsize,
-            fused=self.fused and not one_by_one,  # then the input stays until the last result is there
+            fused=self.fused and not self.one_by_one,  # then the input stays until the last result is there
             gram=self.form == "gram",
         )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.exchange.gradients import settle_gradients
+from meshmuon.kernels.tables import whereabouts
 from meshmuon.layout.mesh import local, odd_placements
 from meshmuon.layout.records import Matrix, ParameterRecord, Place
 from meshmuon.plan.bucket import Bucket, Plan
@@ -84,9 +85,9 @@ class LocalTensors:
         found: list[object] = []
         for record in plan.parameters:
             param = self._parameter(record)
-            found.append(_whereabouts(local(param)))
-            found.append(None if param.grad is None else _whereabouts(local(param.grad)))
-            found.extend(_whereabouts(local(value)) for value in self._state[param].values())
+            found.append(whereabouts(local(param)))
+            found.append(None if param.grad is None else whereabouts(local(param.grad)))
+            found.extend(whereabouts(local(value)) for value in self._state[param].values())
         return tuple(found)
 
     def checksums(self, plan: Plan) -> Tensor | None:
@@ -232,7 +233,3 @@ class LocalTensors:
 
     def _momentum(self, matrix: Matrix) -> Tensor:
         return matrix.block.select(local(self._state[self._parameter(matrix.parameter)]["momentum_buffer"]))
-
-
-def _whereabouts(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr(), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())

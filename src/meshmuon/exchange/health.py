@@ -1,0 +1,71 @@
+"""Whether an optimizer that shares its work with other ranks may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from meshmuon.errors import (
+    BrokenOptimizerError,
+    GradientMismatchError,
+    NonFiniteGradientError,
+    PlanMismatchError,
+    message,
+    some,
+)
+from meshmuon.exchange.roll_call import silent_ranks
+
+_RELOAD = "Parameters may be half updated: reload a checkpoint on all ranks"
+
+
+class AgreedRefusalError(Exception):
+    """Carries an error of this rank that every peer has heard of: nothing was changed, nothing is broken."""
+
+
+@dataclass(slots=True)
+class Health:
+    """Whether a step ended in the middle, and how. Outlives plans; a loaded checkpoint heals it."""
+
+    broken: str | None = None
+    incidents: int = 0
+
+    def refuse_if_broken(self) -> None:
+        """Refuse to go on after a step ended in the middle.
+
+        Raises:
+            BrokenOptimizerError: If one did.
+        """
+        if self.broken is not None:
+            found = f"an earlier step ended in the middle ({self.broken})"
+            raise BrokenOptimizerError(message("optimizer", found=found, do=_RELOAD))
+
+    @contextmanager
+    def together(self, rank: int, peers: Sequence[int]) -> Iterator[None]:
+        """Do something that only makes sense if every peer does it too.
+
+        Args:
+            rank: This one.
+            peers: All that take part; none: this rank is alone, and its errors are its own.
+
+        Raises:
+            BrokenOptimizerError: If it failed, for a reason the peers have not agreed on, now or before.
+        """
+        self.refuse_if_broken()
+        try:
+            yield
+        except (PlanMismatchError, GradientMismatchError, NonFiniteGradientError):
+            raise  # every peer raises too, and nothing was changed
+        except AgreedRefusalError as refusal:
+            raise refusal.args[0] from None
+        except BaseException as error:
+            if not peers:
+                raise
+            self.broken = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            if not isinstance(error, Exception):  # Ctrl-C: who wants to leave does not wait for a roll call
+                raise
+            self.incidents += 1
+            silent = silent_ranks(peers, incident=self.incidents)
+            gone = f"no answer yet from rank {some(map(str, silent))}" if silent else "a peer is gone or failed"
+            found = f"a step failed on rank {rank}, {gone} ({self.broken})"
+            raise BrokenOptimizerError(message("optimizer", found=found, do=_RELOAD)) from error
