@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshmuon.errors import message
 from meshmuon.kernels import elementwise
-from meshmuon.kernels.symmetric_matmul import symmetric_matmul
+from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import Slot, build_tables
 
 _ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
@@ -71,6 +71,15 @@ def _gram(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return symmetric_matmul(x), torch.bmm(x.double(), x.double().mT)
 
 
+def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if dtype != torch.float16:
+        return _gram(device, dtype)  # nothing else is iterated on in halves
+    x = _stack(device, dtype) / 8
+    rest = x.new_empty(*x.shape[:-1], x.shape[-2])
+    high = symmetric_matmul(x, rest=rest)
+    return (high.double() + rest.double() / REST_SCALE).to(torch.float32), torch.bmm(x.double(), x.double().mT)
+
+
 def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = _stack(device, dtype) / 64
     r = torch.bmm(x, x.mT)
@@ -123,6 +132,7 @@ def _apply(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
     "symmetric_matmul (gram)": _gram,
+    "symmetric_matmul (in halves)": _halves,
     "symmetric_matmul (quadratic)": _quadratic,
     "update_momentum": _momentum,
     "normalise": _normalise,

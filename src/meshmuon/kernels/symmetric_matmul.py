@@ -16,6 +16,7 @@ from meshmuon.kernels.launching import run
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
 _MOST_BOUND = 4096
+REST_SCALE = 2048.0  # what rounding takes from fp16 would often be subnormal: few digits, slow on some devices
 _compiled: dict[tuple[Any, ...], Any] = {}
 _bound: dict[tuple[Any, ...], _Bound] = {}
 
@@ -29,6 +30,7 @@ def symmetric_matmul(
     c: Tensor | None = None,
     gamma: float = 0.0,
     out: Tensor | None = None,
+    rest: Tensor | None = None,
 ) -> Tensor:
     """Compute alpha·A·Bᵀ + beta·C + gamma·I for matrices whose result is symmetric, with half the arithmetic.
 
@@ -45,6 +47,8 @@ def symmetric_matmul(
         c: (batch, m, m) or (m, m), of a's dtype, or None. Not read if beta is 0.
         gamma: What is added to the diagonal.
         out: Where to write; may be c, never a or b. None makes a new tensor.
+        rest: Where to write what rounding took from the result, times 2048, or None: out + rest / 2048 has about twice
+            the digits of out. Of out's shape and dtype.
 
     Returns:
         `out`, or a new contiguous tensor of shape (batch, m, m) or (m, m).
@@ -58,20 +62,20 @@ def symmetric_matmul(
         c = None
     result = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None and a.ndim > 1 else out
     # The same memory again, as in every step of an optimizer: checked, described and looked up before.
-    key = (_whereabouts(a), _whereabouts(b), _whereabouts(c), _whereabouts(result))
+    key = (_whereabouts(a), _whereabouts(b), _whereabouts(c), _whereabouts(result), _whereabouts(rest))
     known = _bound.get(key)
     if known is not None and result is not None and (beta == 0.0 or c is not None):
         known(float(alpha), float(beta), float(gamma))
         return result
-    _check(a, b, beta, c, out)
+    _check(a, b, beta, c, out, rest)
     m, k = a.shape[-2:]
     config = choose_config(architecture_of(a.device), a.shape[0] if a.ndim == 3 else 1, m, k, a.dtype)
-    symmetric_matmul_with(config, a, b, alpha=alpha, beta=beta, c=c, gamma=gamma, out=result)
+    symmetric_matmul_with(config, a, b, alpha=alpha, beta=beta, c=c, gamma=gamma, out=result, rest=rest)
     assert result is not None
-    if a.device.type == "cuda" and result.numel() and _uses_tma(config, (a, b, c, result)):
+    if a.device.type == "cuda" and result.numel() and _uses_tma(config, (a, b, c, result, rest)):
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
-        _bound[key] = _Bound(config, *(_stacked(t) for t in (a, None if b is a else b, c, result)))
+        _bound[key] = _Bound(config, *(_stacked(t) for t in (a, None if b is a else b, c, result, rest)))
     return result
 
 
@@ -85,6 +89,7 @@ def symmetric_matmul_with(
     c: Tensor | None = None,
     gamma: float = 0.0,
     out: Tensor | None = None,
+    rest: Tensor | None = None,
 ) -> Tensor:
     """Compute the same with given tiles, for tuning; arguments are not checked.
 
@@ -97,6 +102,7 @@ def symmetric_matmul_with(
         c: (batch, m, m) or (m, m), or None.
         gamma: What is added to the diagonal.
         out: Where to write, or None.
+        rest: Where to write what rounding took, or None.
 
     Returns:
         `out` or a new tensor.
@@ -104,14 +110,13 @@ def symmetric_matmul_with(
     result = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
     if result.numel() == 0:
         return result
-    operands = (a, None if b is a else b, c if beta != 0.0 else None, result)
-    left, right, added, written = (_stacked(t) for t in operands)
+    stacks = [_stacked(t) for t in (a, None if b is a else b, c if beta != 0.0 else None, result, rest)]
     numbers = (float(alpha), float(beta), float(gamma))
-    if _uses_tma(config, operands):
-        _Bound(config, left, right, added, written)(*numbers)
+    if _uses_tma(config, stacks):
+        _Bound(config, *stacks)(*numbers)
     else:
         with launching_on(a.device):
-            _launch_pointers(config, left, right, added, written, numbers)
+            _launch_pointers(config, *stacks, numbers=numbers)
     return result
 
 
@@ -138,17 +143,20 @@ class _Bound:
 
     __slots__ = ("_binary", "_config", "_device", "_head", "_programs", "_tail")
 
-    def __init__(self, config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> None:
+    def __init__(
+        self, config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None
+    ) -> None:
         batch, m, k = a.shape
         tiles = _tiles(config, m)
         operand, square = (1, config.block, config.block_k), (1, config.block, config.block)
         self._config = config
         self._device = a.device
         self._programs = batch * tiles
-        described = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square), _descriptor(d, square))
-        self._head = (*described, m, k, tiles)
-        self._tail = (b is None, c is not None, config.block, config.block_k, config.group)
-        self._binary = (config, a.dtype, b is None, c is None, a.device)  # all that the compiled kernel depends on
+        read = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square))
+        self._head = (*read, _descriptor(d, square), _descriptor(rest, square), m, k, tiles)
+        wanted = (b is None, c is not None, None if rest is None else REST_SCALE)
+        self._tail = (*wanted, config.block, config.block_k, config.group)
+        self._binary = (config, a.dtype, *wanted, a.device)  # all that the compiled kernel depends on
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
         arguments = (*self._head, alpha, beta, gamma, *self._tail)
@@ -169,20 +177,23 @@ class _Bound:
 
 
 def _launch_pointers(
-    config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, numbers: tuple[float, float, float]
+    config: TileConfig,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
+    d: Tensor,
+    rest: Tensor | None,
+    *,
+    numbers: tuple[float, float, float],
 ) -> None:
     from meshmuon.kernels.symmetric_tiles import pointer_kernel
 
     batch, m, k = a.shape
     tiles = _tiles(config, m)
-    b = a if b is None else b
-    filler = d if c is None else c  # never read
-    strides = (a.stride(), b.stride(), filler.stride(), d.stride())
+    tensors = (a, a if b is None else b, d if c is None else c, d, d if rest is None else rest)  # d: not touched
+    strides = tuple(tensor.stride() for tensor in tensors)
     pointer_kernel[(batch * tiles,)](
-        a,
-        b,
-        filler,
-        d,
+        *tensors,
         *strides,
         m,
         k,
@@ -190,6 +201,7 @@ def _launch_pointers(
         *numbers,
         LONG=any(abs(step) * 2 * config.block >= 2**31 for steps in strides for step in steps[1:]),
         ADD=c is not None,
+        REST_SCALE=None if rest is None else REST_SCALE,
         BLOCK=config.block,
         BLOCK_K=config.block_k,
         GROUP=config.group,
@@ -232,7 +244,7 @@ def _descriptor(x: Tensor | None, block: tuple[int, ...]) -> Any:
     return TensorDescriptor(base, list(x.shape), list(x.stride()), list(block))
 
 
-def _check(a: Tensor, b: Tensor | None, beta: float, c: Tensor | None, out: Tensor | None) -> None:
+def _check(a: Tensor, b: Tensor | None, beta: float, c: Tensor | None, out: Tensor | None, rest: Tensor | None) -> None:
     if a.ndim not in (2, 3):
         raise ValueError(message("a", found=f"{a.ndim}-D", do="Pass (m, k) or (batch, m, k)"))
     if a.dtype not in _DTYPES:
@@ -240,13 +252,19 @@ def _check(a: Tensor, b: Tensor | None, beta: float, c: Tensor | None, out: Tens
     if beta != 0.0 and c is None:
         raise ValueError(message("beta", found=f"{beta} without c", do="Pass c, or leave beta at 0"))
     square = (*a.shape[:-1], a.shape[-2])
-    for name, tensor, shape in (("b", b, a.shape), ("c", c, square), ("out", out, square)):
+    for name, tensor, shape in (("b", b, a.shape), ("c", c, square), ("out", out, square), ("rest", rest, square)):
         if tensor is None:
             continue
         if tensor.shape != shape:
             raise ValueError(message(name, found=f"shape {tuple(tensor.shape)}", do=f"Pass {tuple(shape)}"))
         if tensor.dtype != a.dtype:
             raise TypeError(message(name, found=f"{tensor.dtype}", do=f"Pass {a.dtype} as in a"))
-    if out is not None and out.numel() and any(t is not None and t.data_ptr() == out.data_ptr() for t in (a, b)):
-        raise ValueError(message("out", found="the memory of an operand", do="Pass other memory: tiles read all of it"))
-    check_runnable("symmetric_matmul", *(t for t in (a, b, c, out) if t is not None))
+    for name, written, others in (("out", out, (a, b)), ("rest", rest, (a, b, c, out))):
+        if written is not None and written.numel() and any(_overlap(written, other) for other in others):
+            do = "Pass other memory: tiles read all of it"
+            raise ValueError(message(name, found="the memory of another argument", do=do))
+    check_runnable("symmetric_matmul", *(t for t in (a, b, c, out, rest) if t is not None))
+
+
+def _overlap(x: Tensor, other: Tensor | None) -> bool:
+    return other is not None and x.data_ptr() == other.data_ptr()

@@ -58,12 +58,29 @@ def _mirrored(tile, BLOCK: tl.constexpr):
     return tl.where(inner[:, None] >= inner[None, :], tile, tl.trans(tile))
 
 
+@triton.jit
+def _taken_by_rounding(result, tile, REST_SCALE: tl.constexpr):
+    """What rounding took from a tile, scaled up so that it is no subnormal number."""
+    return ((result - tile.to(tl.float32)) * REST_SCALE).to(tile.dtype)
+
+
+@triton.jit
+def _store_with_mirror(d, tile, matrix, row, col, BLOCK: tl.constexpr):
+    """Write a tile and its mirror image through a descriptor."""
+    if row == col:
+        d.store([matrix, row, col], _mirrored(tile, BLOCK).reshape(1, BLOCK, BLOCK))
+    else:
+        d.store([matrix, row, col], tile.reshape(1, BLOCK, BLOCK))
+        d.store([matrix, col, row], tl.trans(tile).reshape(1, BLOCK, BLOCK))
+
+
 @triton.jit(do_not_specialize=["m", "k", "tiles"])  # one compilation for all sizes
 def tensor_memory_kernel(
     a,
     b,
     c,
     d,
+    rest,
     m,
     k,
     tiles,
@@ -72,6 +89,7 @@ def tensor_memory_kernel(
     gamma,
     SAME: tl.constexpr,
     ADD: tl.constexpr,
+    REST_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -93,11 +111,9 @@ def tensor_memory_kernel(
     if ADD:
         result += beta * c.load([matrix, row, col]).reshape(BLOCK, BLOCK).to(tl.float32)
     tile = result.to(d.dtype)
-    if on_diagonal:
-        d.store([matrix, row, col], _mirrored(tile, BLOCK).reshape(1, BLOCK, BLOCK))
-    else:
-        d.store([matrix, row, col], tile.reshape(1, BLOCK, BLOCK))
-        d.store([matrix, col, row], tl.trans(tile).reshape(1, BLOCK, BLOCK))
+    _store_with_mirror(d, tile, matrix, row, col, BLOCK)
+    if REST_SCALE is not None:
+        _store_with_mirror(rest, _taken_by_rounding(result, tile, REST_SCALE), matrix, row, col, BLOCK)
 
 
 @triton.jit
@@ -113,16 +129,32 @@ def _pointers(base, matrix, row, col, strides, ROWS: tl.constexpr, COLS: tl.cons
     return first + (rows[:, None] * strides[1] + cols[None, :] * strides[2])
 
 
+@triton.jit
+def _write_with_mirror(d, tile, matrix, row, col, m, strides, BLOCK: tl.constexpr, LONG: tl.constexpr):
+    """Write a tile and its mirror image through pointers."""
+    inner = tl.arange(0, BLOCK)
+    inside = (row + inner[:, None] < m) & (col + inner[None, :] < m)
+    here = _pointers(d, matrix, row, col, strides, BLOCK, BLOCK, LONG)
+    if row == col:
+        tl.store(here, _mirrored(tile, BLOCK), mask=inside)
+    else:
+        tl.store(here, tile, mask=inside)
+        mirror = _pointers(d, matrix, col, row, strides, BLOCK, BLOCK, LONG)
+        tl.store(mirror, tl.trans(tile), mask=tl.trans(inside))
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def pointer_kernel(
     a,
     b,
     c,
     d,
+    rest,
     a_strides,
     b_strides,
     c_strides,
     d_strides,
+    rest_strides,
     m,
     k,
     tiles,
@@ -131,6 +163,7 @@ def pointer_kernel(
     gamma,
     LONG: tl.constexpr,
     ADD: tl.constexpr,
+    REST_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -152,15 +185,12 @@ def pointer_kernel(
         left_tile += BLOCK_K * a_strides[2]
         right_tile += BLOCK_K * b_strides[2]
     result = _finished(total, alpha, on_diagonal, gamma, BLOCK)
-    inside = (rows[:, None] < m) & (cols[None, :] < m)
     if ADD:
+        inside = (rows[:, None] < m) & (cols[None, :] < m)
         added = tl.load(_pointers(c, matrix, row, col, c_strides, BLOCK, BLOCK, LONG), mask=inside, other=0.0)
         result += beta * added.to(tl.float32)
     tile = result.to(d.dtype.element_ty)
-    here = _pointers(d, matrix, row, col, d_strides, BLOCK, BLOCK, LONG)
-    if on_diagonal:
-        tl.store(here, _mirrored(tile, BLOCK), mask=inside)
-    else:
-        tl.store(here, tile, mask=inside)
-        mirror = _pointers(d, matrix, col, row, d_strides, BLOCK, BLOCK, LONG)
-        tl.store(mirror, tl.trans(tile), mask=tl.trans(inside))
+    _write_with_mirror(d, tile, matrix, row, col, m, d_strides, BLOCK, LONG)
+    if REST_SCALE is not None:
+        taken = _taken_by_rounding(result, tile, REST_SCALE)
+        _write_with_mirror(rest, taken, matrix, row, col, m, rest_strides, BLOCK, LONG)

@@ -25,6 +25,7 @@ _ENTRY_CALLS = 12  # the same in calls
 _FUSED_ENTRY_BYTES = 6  # where kernels of ours do it: one pass to read and write, the norm came with the momentum
 _FUSED_ENTRY_CALLS = 2
 _SMALL_CALLS = 2  # by quadratic polynomial of a Gram matrix: the copy in baddbmm, and its diagonal; none in our kernels
+_FOLDED_CALLS = 6  # with a folded restart: the Gram matrix, q·r in two, that times q, both factors, the last product
 STEP_BYTES = 24  # by number of a parameter in fp32: momentum and update (the floor of bench/workloads.py)
 ADAMW_BYTES = 28  # the same for AdamW: gradient and parameter, two moments read and written
 
@@ -130,15 +131,20 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
     if not batch:
         return Work()
     ours = recipe.kernels.products == "triton"
-    segments, steps = split_at(recipe.schedule, recipe.restarts), len(recipe.schedule)
-    applied = len(segments) if recipe.form == "gram" else steps
-    small = sum(4 * len(segment) - 3 for segment in segments) if recipe.form == "gram" else steps
     total = recipe.flops(m, n)
-    dense = min(total, 2.0 * m * m * n * applied) if ours else total
-    calls = 2 * applied + small + (0 if ours else _SMALL_CALLS * steps)
+    dense = min(total, recipe.whole_flops(m, n)) if ours else total
+    calls = _product_calls(recipe) + (0 if ours else _SMALL_CALLS * len(recipe.schedule))
     calls += _FUSED_ENTRY_CALLS if recipe.fused else _ENTRY_CALLS
     passes = Work(bytes=float(entry_bytes(recipe) * batch * m * n), calls=float(calls))
     return products(m, dense=batch * dense, symmetric=batch * (total - dense)) + passes
+
+
+def _product_calls(recipe: Recipe) -> int:
+    if recipe.form != "gram":
+        return 3 * len(recipe.schedule)
+    segments = split_at(recipe.schedule, recipe.restarts)
+    small = sum(4 * len(segment) - 3 for segment in segments)
+    return small + (_FOLDED_CALLS if recipe.folded else 2 * len(segments))
 
 
 def fit(samples: Sequence[Sample], start: Calibration, *, trust: float = 0.03) -> Calibration:

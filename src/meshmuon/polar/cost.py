@@ -40,7 +40,9 @@ def standard_flops(m: int, n: int, *, steps: int, symmetric: bool = False) -> fl
     return steps * ((triangle + 2.0) * m * m * n + triangle * m**3)
 
 
-def gram_flops(m: int, n: int, *, schedule: Schedule, restarts: Sequence[int], symmetric: bool = False) -> float:
+def gram_flops(
+    m: int, n: int, *, schedule: Schedule, restarts: Sequence[int], symmetric: bool = False, folded: bool = False
+) -> float:
     """Count the floating-point operations of the Gram form.
 
     Args:
@@ -49,14 +51,32 @@ def gram_flops(m: int, n: int, *, schedule: Schedule, restarts: Sequence[int], s
         schedule: One triple per step.
         restarts: Where the Gram matrix is formed anew.
         symmetric: Whether products with a symmetric result compute one triangle only.
+        folded: Whether the one restart is done on the Gram matrix.
 
     Returns:
         FLOPs.
     """
     triangle = 1.0 if symmetric else 2.0
     segments = split_at(schedule, restarts)
-    small = sum(4 * len(segment) - 3 for segment in segments)
-    return len(segments) * (triangle + 2.0) * m * m * n + small * triangle * m**3
+    small = sum(4 * len(segment) - 3 for segment in segments) * triangle
+    if folded:
+        return (triangle + 2.0) * m * m * n + (small + folded_extra(len(segments[-1]), triangle)) * m**3
+    return len(segments) * (triangle + 2.0) * m * m * n + small * m**3
+
+
+def folded_extra(last: int, triangle: float) -> float:
+    """Count what folding a restart adds to the m×m products, in units of m³.
+
+    q·r with r in halves, its product with q, the product of both factors, and one more whole product if there is one.
+
+    Args:
+        last: Steps after the restart.
+        triangle: What a product with a symmetric result takes: 1 by one triangle, 2 as a whole; 0 leaves them out.
+
+    Returns:
+        The number.
+    """
+    return 4.0 + triangle + 2.0 + (2.0 - triangle if last > 1 else 0.0)
 
 
 def svd_flops(m: int, n: int) -> float:
@@ -86,11 +106,11 @@ def svd_bytes(m: int, n: int) -> int:
 
 
 def workspace_bytes(
-    m: int, n: int, *, compute_bytes: int, input_bytes: int, fused: bool = False, gram: bool = True
+    m: int, n: int, *, compute_bytes: int, input_bytes: int, fused: bool = False, small: int = 4
 ) -> int:
     """Bound the memory one matrix takes while it is orthogonalized.
 
-    Counted at the widest moment: the packed input, the fp32 copy it is normalised in, two iterates and four Gram-sized
+    Counted at the widest moment: the packed input, the fp32 copy it is normalised in, two iterates and all Gram-sized
     matrices in the compute dtype. Fused, the input becomes the first iterate where it stands; the widest moment is
     either a product with two iterates and one factor, or one iterate beside all Gram-sized matrices.
 
@@ -100,7 +120,7 @@ def workspace_bytes(
         compute_bytes: Bytes of an element in the compute dtype.
         input_bytes: Bytes of an element of the packed input.
         fused: Whether it is normalised in place.
-        gram: Whether the form is the Gram one, which has four such matrices at a time; the standard one has two.
+        small: How many Gram-sized matrices there are at a time.
 
     Returns:
         Bytes.
@@ -108,5 +128,5 @@ def workspace_bytes(
     in_place = fused and (m, n) == (padded(m), padded(n))
     m, n = padded(m), padded(n)
     if in_place:
-        return max(2 * m * n + m * m, m * n + (4 if gram else 2) * m * m) * compute_bytes
-    return m * n * (input_bytes + max(4, compute_bytes) + 2 * compute_bytes) + 4 * m * m * compute_bytes
+        return max(2 * m * n + m * m, m * n + small * m * m) * compute_bytes
+    return m * n * (input_bytes + max(4, compute_bytes) + 2 * compute_bytes) + small * m * m * compute_bytes

@@ -9,6 +9,12 @@ such an eigenvalue would grow by a² per step together with the x it belongs to;
 segment of s steps updates r s-1 times, so it is safe while u·Π a² over all but its last step is small. The bound 1/4
 gives (2,) for five Polar Express steps in fp16 and (2, 4) in bf16, which is what was measured to be needed.
 
+[Note: folded restarts] A restart forms (q·x)·(q·x)ᵀ, which is q·r·q: it need not touch x. Then x is multiplied twice
+instead of four times, for eight more m·m·m: cheaper from n = 2.7·m on. Three things make it as accurate, each of them
+measured (benchmarks/NOTES.md). r comes in two halves, since q lifts what rounding it once would do to small singular
+values. q·r is a whole product and not one triangle mirrored, since q lifts its error once more. So is the last product
+of polynomials, for the reason in the next note.
+
 [Note: mirrored products] Kernels that compute one triangle of z·q and mirror it take for granted that z and q commute.
 They do not quite, and then q·x is no longer z·(q·x): a direction that q should shrink gets what rounding mixed into it
 from those that q stretches by Π a. Where r was updated twice or more, this needs a tighter bound. Without it five steps
@@ -17,6 +23,7 @@ of You's coefficients, whose first maps 1 to 0.117, sent a matrix of rank one to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,13 +58,56 @@ def gram_newton_schulz(
     return operations.apply(factor([operations.gram(x)], last, operations), x, out)
 
 
-def factor(r: Given, segment: Schedule, operations: Operations) -> Tensor:
-    """The product q of a segment's polynomials, so that the segment maps x to q·x. Holds four m×m matrices at most."""
+def folded_gram_newton_schulz(
+    x: Given, *, schedule: Schedule, restart: int, operations: Operations, out: Tensor | None = None
+) -> Tensor:
+    """Do the same with one restart, which never touches x. See [Note: folded restarts].
+
+    Args:
+        x: (batch, m, n) with m <= n and singular values at most 1; given away in a list, or kept.
+        schedule: One triple per step.
+        restart: The step before which the Gram matrix is formed anew.
+        operations: How to multiply.
+        out: Where the result goes; None: to a new tensor.
+
+    Returns:
+        The (batch, m, n) result.
+    """
+    first, second = split_at(schedule, (restart,))
+    x = taken(x)
+    halves = operations.gram_in_halves(x)
+    before = factor(halves[0], first, operations)
+    r = [operations.congruence(before, halves)]
+    del halves
+    after = factor(r, second, operations, whole=True)
+    both = operations.apply(after, before)
+    del before, after
+    return operations.apply(both, x, out)
+
+
+def factor(r: Given, segment: Schedule, operations: Operations, *, whole: bool = False) -> Tensor:
+    """Find the product q of a segment's polynomials, so that the segment maps x to q·x.
+
+    Args:
+        r: The (batch, m, m) Gram matrices; given away in a list, or kept.
+        segment: One triple per step.
+        operations: How to multiply.
+        whole: Whether the last product is not to be one triangle mirrored.
+
+    Returns:
+        The (batch, m, m) factors. Up to four such stacks are held at a time, r included.
+    """
     r, q = taken(r), None
     for step, triple in enumerate(segment, start=1):
         z = operations.quadratic(r, triple)
-        q = z if q is None else operations.symmetric_product(z, q)
-        if step < len(segment):
+        last = step == len(segment)
+        if last:
+            del r  # one less is held beside the last product
+        if q is None:
+            q = z
+        else:
+            q = operations.apply(z, q) if whole and last else operations.symmetric_product(z, q)
+        if not last:
             r = operations.symmetric_product(z, r)  # in two lines: the one before is let go of in between
             r = operations.symmetric_product(r, z)
     assert q is not None, "a segment has at least one step"
@@ -77,6 +127,26 @@ def split_at(schedule: Schedule, restarts: Sequence[int]) -> list[Schedule]:
     ends = [*restarts, len(schedule)]
     starts = [0, *restarts]
     return [schedule[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def held_small(schedule: Schedule, restarts: Sequence[int], *, folded: bool) -> int:
+    """Count the m×m matrices that are held at a time.
+
+    Args:
+        schedule: One triple per step.
+        restarts: Step numbers before which to restart.
+        folded: Whether the one restart is folded.
+
+    Returns:
+        The number for one matrix.
+    """
+    segments = [len(segment) for segment in split_at(schedule, restarts)]
+    in_factor = [min(1 + steps, 4) for steps in segments]
+    if not folded:
+        return max(in_factor)
+    halves, before = 2, 1
+    in_congruence = halves + before + 2  # q·r, and the result
+    return max(halves + in_factor[0], in_congruence, before + in_factor[1])
 
 
 def choose_restarts(schedule: Schedule, dtype: torch.dtype, *, mirrored: bool = False) -> tuple[int, ...]:
@@ -101,3 +171,22 @@ def choose_restarts(schedule: Schedule, dtype: torch.dtype, *, mirrored: bool = 
             restarts.append(step)
             amplified, updates = roundoff, 0
     return tuple(restarts)
+
+
+def can_fold(schedule: Schedule, restarts: Sequence[int], dtype: torch.dtype) -> bool:
+    """Say whether restarts may be done on the Gram matrix alone. See [Note: folded restarts].
+
+    Two halves know r to u², and q lifts that error by the square of what it lifts x by: it has to stay below u.
+
+    Args:
+        schedule: One triple per step.
+        restarts: Step numbers before which to restart.
+        dtype: The dtype the products are stored in.
+
+    Returns:
+        Whether; only for a single restart, in 16 bits.
+    """
+    if len(restarts) != 1 or dtype.itemsize != 2:
+        return False
+    lifted = math.prod(max(1.0, a) ** 2 for a, _, _ in schedule[: restarts[0]])
+    return lifted * torch.finfo(dtype).eps / 2 <= 1.0

@@ -1,12 +1,15 @@
-"""The four matrix operations by our symmetric products, and everything else by torch."""
+"""The six matrix operations by our symmetric products, and everything else by torch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.symmetric_matmul import symmetric_matmul
+from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.polar.coefficients import Triple
+from meshmuon.polar.operations import Halves
 
 
 class KernelOperations:
@@ -36,9 +39,24 @@ class KernelOperations:
 
     def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return factor·x, in `out` if given."""
-        if not self._invariant or len(x) == 1:
-            return torch.bmm(factor, x, out=out)
         result = torch.empty_like(x) if out is None else out
-        for one, of, to in zip(factor.split(1), x.split(1), result.split(1), strict=True):
-            torch.bmm(one, of, out=to)
+        for left, right, to in self._at_once(factor, x, result):
+            torch.bmm(left, right, out=to)
         return result
+
+    def gram_in_halves(self, x: Tensor) -> Halves:
+        """Return x·xᵀ to twice the digits of its dtype."""
+        rest = x.new_empty(*x.shape[:-1], x.shape[-2])
+        return symmetric_matmul(x, rest=rest), rest
+
+    def congruence(self, factor: Tensor, halves: Halves) -> Tensor:
+        """Return factor·r·factorᵀ for an r in halves."""
+        product = torch.empty_like(factor)
+        for left, high, rest, to in self._at_once(factor, *halves, product):
+            torch.bmm(left, rest, out=to).baddbmm_(left, high, beta=1.0 / REST_SCALE)
+        return symmetric_matmul(product, factor)
+
+    def _at_once(self, *stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Give stacks as cuBLAS is to have them: whole, or a matrix at a time."""
+        parts = (stack.split(1) if self._invariant else (stack,) for stack in stacks)
+        return zip(*parts, strict=True)

@@ -1,4 +1,4 @@
-"""The four matrix operations the iteration is written over. Kernels for other hardware stand behind the same four."""
+"""The six matrix operations the iteration is written over. Kernels for other hardware stand behind the same six."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from meshmuon.kernels.symmetric_matmul import REST_SCALE
 from meshmuon.polar.coefficients import Triple
 
 Given: TypeAlias = Tensor | list[Tensor]
+Halves: TypeAlias = tuple[Tensor, Tensor]  # rounded to 16 bits, and what that took, times REST_SCALE
 
 
 def taken(x: Given) -> Tensor:
@@ -42,9 +44,15 @@ class Operations(Protocol):
     def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return factor·x, in `out` if given."""
 
+    def gram_in_halves(self, x: Tensor) -> Halves:
+        """Return x·xᵀ to twice the digits of its dtype."""
+
+    def congruence(self, factor: Tensor, halves: Halves) -> Tensor:
+        """Return factor·r·factorᵀ for an r in halves."""
+
 
 class TorchOperations:
-    """The four operations by torch alone.
+    """The six operations by torch alone.
 
     [Note: one product, one rounding path] On a CPU, only a plain `bmm` of 16-aligned operands was measured to give a
     matrix the same bits in every batch and with every thread count; `baddbmm` with beta differs between one thread
@@ -78,3 +86,28 @@ class TorchOperations:
     def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return factor·x, in `out` if given."""
         return torch.bmm(factor, x, out=out)
+
+    def gram_in_halves(self, x: Tensor) -> Halves:
+        """Return x·xᵀ to twice the digits of its dtype."""
+        wide = x.to(torch.float32)
+        return in_halves(torch.bmm(wide, wide.mT), x.dtype)
+
+    def congruence(self, factor: Tensor, halves: Halves) -> Tensor:
+        """Return factor·r·factorᵀ for an r in halves."""
+        high, rest = (half.to(torch.float32) for half in halves)
+        wide = factor.to(torch.float32)
+        return torch.bmm(torch.bmm(wide, high + rest / REST_SCALE), wide.mT).to(factor.dtype)
+
+
+def in_halves(wide: Tensor, dtype: torch.dtype) -> Halves:
+    """Round to a dtype, and keep what that took.
+
+    Args:
+        wide: Any fp32 tensor.
+        dtype: Of 16 bits.
+
+    Returns:
+        The two halves.
+    """
+    high = wide.to(dtype)
+    return high, ((wide - high.to(wide.dtype)) * REST_SCALE).to(dtype)

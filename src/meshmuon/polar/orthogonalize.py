@@ -18,7 +18,7 @@ from meshmuon.kernels import elementwise
 from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.gram import gram_newton_schulz
+from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
@@ -152,6 +152,11 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     operations = _OPERATIONS[recipe.kernels.products, recipe.invariant]
+    if recipe.folded:
+        (restart,) = recipe.restarts
+        return folded_gram_newton_schulz(
+            start, schedule=recipe.schedule, restart=restart, operations=operations, out=out
+        )
     if recipe.form == "gram":
         return gram_newton_schulz(
             start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out

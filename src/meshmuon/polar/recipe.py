@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from meshmuon.config import Orthogonalizer
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
-from meshmuon.polar.gram import choose_restarts
+from meshmuon.polar.gram import can_fold, choose_restarts, held_small
 
 # The short side from which one matrix at a time in cuBLAS costs a step at most 5 % more than many (2.9 % measured at
 # 2048, nothing at 4096, 7 % at 1408: benchmarks/NOTES.md).
@@ -31,6 +32,7 @@ class Recipe:
         input_dtype: What matrices arrive in, here or over a wire: fp32 for an iteration in fp32, else bf16 (fp16 would
             overflow before it is normalised), and fp64 for parameters in fp64.
         restarts: Where the Gram form starts anew.
+        folded: Whether it does so on the Gram matrix alone, and multiplies the matrix itself only at the end.
         eps: Guards 0/0.
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
@@ -44,6 +46,7 @@ class Recipe:
     eps: float
     kernels: Dispatch
     invariant: bool = False
+    folded: bool = False
 
     @property
     def fused(self) -> bool:
@@ -60,8 +63,16 @@ class Recipe:
         if self.form == "svd":
             return cost.svd_flops(m, n)
         if self.form == "gram":
-            return cost.gram_flops(m, n, schedule=self.schedule, restarts=self.restarts, symmetric=self._symmetric)
+            count = partial(cost.gram_flops, m, n, schedule=self.schedule, restarts=self.restarts)
+            return count(symmetric=self._symmetric, folded=self.folded)
         return cost.standard_flops(m, n, steps=len(self.schedule), symmetric=self._symmetric)
+
+    def whole_flops(self, m: int, n: int) -> float:
+        """Count those of them that are in products no symmetric kernel can take."""
+        if self.folded:
+            return 2.0 * m * m * n + cost.folded_extra(len(self.schedule) - self.restarts[0], 0.0) * m**3
+        applied = len(self.restarts) + 1 if self.form == "gram" else len(self.schedule)
+        return 2.0 * m * m * n * applied
 
     @property
     def _symmetric(self) -> bool:
@@ -71,19 +82,20 @@ class Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
         restarts = choose_restarts(self.schedule, self.dtype)
         kernels = replace(self.kernels, products="torch")
-        return replace(self, form="gram", restarts=restarts, kernels=kernels, invariant=False)
+        return replace(self, form="gram", restarts=restarts, kernels=kernels, invariant=False, folded=False)
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
         if self.form == "svd":
             return cost.svd_bytes(m, n)
+        gram = self.form == "gram"
         return cost.workspace_bytes(
             m,
             n,
             compute_bytes=self.dtype.itemsize,
             input_bytes=self.input_dtype.itemsize,
             fused=self.fused and not self.one_by_one,  # then the input stays until the last result is there
-            gram=self.form == "gram",
+            small=held_small(self.schedule, self.restarts, folded=self.folded) if gram else 2,
         )
 
     def batch(self, m: int, n: int, device: torch.device) -> int | None:
@@ -93,6 +105,7 @@ class Recipe:
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""
         restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
+        restarts += " folded" if self.folded else ""
         kernels = f" {self.kernels.products} kernels" if self.fused else ""
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
@@ -131,10 +144,11 @@ def choose_recipe(
     kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device)
     symmetric = kernels.products == "triton"
     restarts = choose_restarts(schedule, compute, mirrored=symmetric) if chosen == "auto" else chosen
+    gram_flops = partial(cost.gram_flops, m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
+    folded = symmetric and can_fold(schedule, restarts, compute) and gram_flops(folded=True) < gram_flops()
     if form == "auto":
         standard = cost.standard_flops(m, n, steps=len(schedule), symmetric=symmetric)
-        gram = cost.gram_flops(m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
-        form = "gram" if gram < standard else "standard"
+        form = "gram" if gram_flops(folded=folded) < standard else "standard"
     if form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
@@ -144,6 +158,7 @@ def choose_recipe(
         dtype=compute,
         input_dtype=torch.float64 if dtype == torch.float64 else arrives,
         restarts=restarts if form == "gram" else (),
+        folded=folded and form == "gram",
         eps=eps,
         kernels=kernels,
         invariant=device.type != "cpu" and (symmetric and m >= _INVARIANT_FROM if invariant is None else invariant),

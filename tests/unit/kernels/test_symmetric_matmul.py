@@ -7,7 +7,7 @@ import torch
 
 from meshmuon.kernels import symmetric_matmul as module
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
-from meshmuon.kernels.symmetric_matmul import symmetric_matmul, symmetric_matmul_with
+from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
 
 POINTER = TileConfig(block=32, block_k=16, warps=4, stages=2, group=2)
 TMA = TileConfig(block=32, block_k=16, warps=4, stages=2, group=3, tensor_memory=True)
@@ -45,6 +45,31 @@ def test_gram_equals_torch(batch, m, k, way, dtype):
     expected = x.double() @ x.double().mT
     assert distance(got, expected) < BOUND[dtype]
     assert torch.equal(got, got.mT)
+
+
+@pytest.mark.parametrize("way", ["pointer", "tma"])
+@pytest.mark.parametrize(("batch", "m", "k"), [(1, 8, 8), (3, 72, 40), (1, 136, 24)])
+def test_what_rounding_took_is_given_too(batch, m, k, way):
+    dtype = torch.float16
+    x = random(batch, m, k, dtype=dtype) / 64  # squares so small that fp16 has no digits for their rest
+    rest = poisoned(batch, m, m, dtype=dtype)
+    got = symmetric_matmul_with(CONFIGS[way], x, out=poisoned(batch, m, m, dtype=dtype), rest=rest)
+    assert torch.equal(got, symmetric_matmul_with(CONFIGS[way], x))
+    assert torch.equal(rest, rest.mT)
+    both = got.double() + rest.double() / REST_SCALE
+    assert distance(both, x.double() @ x.double().mT) < BOUND[dtype] ** 2 + 1e-6  # the sum itself is in fp32
+    assert distance(got, x.double() @ x.double().mT) > 1e-4
+
+
+def test_the_rest_is_checked():
+    x = random(2, 32, 16, dtype=torch.float16)
+    out = torch.empty(2, 32, 32, dtype=torch.float16)
+    with pytest.raises(ValueError, match="rest: shape"):
+        symmetric_matmul(x, rest=out[:, :16])
+    with pytest.raises(TypeError, match="rest"):
+        symmetric_matmul(x, rest=out.float())
+    with pytest.raises(ValueError, match="rest: the memory of another argument"):
+        symmetric_matmul(x, out=out, rest=out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -8,7 +8,8 @@ import torch
 
 from meshmuon.polar import gram
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
+from meshmuon.polar.gram import can_fold, choose_restarts, folded_gram_newton_schulz, gram_newton_schulz
+from meshmuon.polar.operations import REST_SCALE, in_halves
 
 M, N = 128, 512
 LARGEST_SIGMA = 1.35
@@ -38,22 +39,58 @@ class MirroredProducts:
     def apply(self, factor, x, out=None):
         return (factor @ x).to(self.dtype).float()
 
+    def gram_in_halves(self, x):
+        wide = x @ x.mT
+        return tuple(half.float() for half in in_halves(wide.tril() + wide.tril(-1).mT, self.dtype))
 
-def largest_sigma(coefficients, steps, dtype, *, mirrored):
+    def congruence(self, factor, halves):
+        high, rest = halves
+        product = factor @ high + self.apply(factor, rest) / REST_SCALE
+        return self._stored(product.to(self.dtype).float() @ factor.mT)
+
+
+class WithoutRest(MirroredProducts):
+    def gram_in_halves(self, x):
+        high, rest = super().gram_in_halves(x)
+        return high, torch.zeros_like(rest)
+
+
+class MirroredCongruence(MirroredProducts):
+    def congruence(self, factor, halves):
+        high, rest = halves
+        return self._stored(self._stored(factor @ (high + rest / REST_SCALE)) @ factor.mT)
+
+
+class MirroredEverywhere(MirroredProducts):
+    def apply(self, factor, x, out=None):
+        square = x.shape[-1] == x.shape[-2]
+        return self._stored(factor @ x) if square else super().apply(factor, x)
+
+
+def matrix(spectrum):
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, M)).Q for size in (M, N))
+    sigma = torch.tensor(spectrum)
+    x = (left[:, : len(sigma)] * (sigma / sigma.norm())) @ right[:, : len(sigma)].mT
+    x = x.bfloat16().float()
+    return (x / x.norm())[None], left[:, : len(sigma)] @ right[:, : len(sigma)].mT
+
+
+def largest_sigma(coefficients, steps, dtype, *, mirrored):
     schedule = resolve_schedule(coefficients, steps)
     restarts = choose_restarts(schedule, dtype, mirrored=mirrored)
     found = []
     for spectrum in SPECTRA:
-        sigma = torch.tensor(spectrum)
-        x = (left[:, : len(sigma)] * (sigma / sigma.norm())) @ right[:, : len(sigma)].mT
-        x = x.bfloat16().float()
-        result = gram_newton_schulz(
-            (x / x.norm())[None], schedule=schedule, restarts=restarts, operations=MirroredProducts(dtype)
-        )
+        x, _ = matrix(spectrum)
+        result = gram_newton_schulz(x, schedule=schedule, restarts=restarts, operations=MirroredProducts(dtype))
         found.append(float(torch.linalg.matrix_norm(result[0], 2)))
     return max(found)
+
+
+def folded(x, schedule, operations=None):
+    (restart,) = choose_restarts(schedule, torch.float16, mirrored=True)
+    operations = operations or MirroredProducts(torch.float16)
+    return folded_gram_newton_schulz(x, schedule=schedule, restart=restart, operations=operations)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,3 +110,44 @@ def test_the_sets_of_the_default_are_not_made_slower():
         plain, mirrored = (choose_restarts(schedule, torch.float16, mirrored=m) for m in (False, True))
         assert plain == mirrored
     assert gram.choose_restarts(resolve_schedule("you", 5), torch.float16, mirrored=True) == (2,)
+
+
+FOLDED_SETS = [("you", 5), ("keller", 5), ("polar_express", 5), ("polar_express", 3)]
+SLOW_DECAY = [0.95**i for i in range(M)]
+MORE_SPECTRA = [*SPECTRA, SLOW_DECAY, [1 / (i + 1) for i in range(M)], [1.0] * 64 + [1e-3] * 64, [1.0] * 127 + [1e-4]]
+
+
+@pytest.mark.parametrize(("coefficients", "steps"), FOLDED_SETS)
+def test_a_folded_restart_explodes_on_no_spectrum(coefficients, steps):
+    schedule = resolve_schedule(coefficients, steps)
+    for spectrum in MORE_SPECTRA:
+        assert float(torch.linalg.matrix_norm(folded(matrix(spectrum)[0], schedule)[0], 2)) <= LARGEST_SIGMA
+
+
+@pytest.mark.parametrize(("coefficients", "steps"), FOLDED_SETS)
+@pytest.mark.parametrize("spectrum", [SLOW_DECAY, [1.0] * M, SLOW_DECAY[:16]], ids=["decay", "flat", "low rank"])
+def test_a_folded_restart_is_as_near_to_the_exact_factor(coefficients, steps, spectrum):
+    schedule = resolve_schedule(coefficients, steps)
+    x, exact = matrix(spectrum)
+    restarts = choose_restarts(schedule, torch.float16, mirrored=True)
+    apart = gram_newton_schulz(x, schedule=schedule, restarts=restarts, operations=MirroredProducts(torch.float16))
+    distances = [float((result[0] - exact).norm() / exact.norm()) for result in (folded(x, schedule), apart)]
+    assert distances[0] <= distances[1] + 5e-3
+
+
+@pytest.mark.parametrize("sabotage", [WithoutRest, MirroredCongruence, MirroredEverywhere])
+def test_each_precaution_of_a_folded_restart_is_needed(sabotage):
+    schedule = resolve_schedule("polar_express", 5)
+    x, exact = matrix(SLOW_DECAY[:16])
+    good, bad = (folded(x, schedule, way(torch.float16))[0] for way in (MirroredProducts, sabotage))
+    assert float((bad - exact).norm()) > 1.2 * float((good - exact).norm())
+
+
+def test_what_may_be_folded():
+    schedule = resolve_schedule("polar_express", 5)
+    assert can_fold(schedule, (2,), torch.float16)
+    assert not can_fold(schedule, (), torch.float16)
+    assert not can_fold(schedule, (2, 4), torch.float16)
+    assert not can_fold(schedule, (4,), torch.float16)  # lifts rounding by 134,000
+    assert not can_fold(schedule, (2,), torch.bfloat16)  # its halves know r to 2^-16 only
+    assert not can_fold(schedule, (2,), torch.float32)
