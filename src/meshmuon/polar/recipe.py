@@ -32,10 +32,10 @@ class Recipe:
         input_dtype: What matrices arrive in, here or over a wire: fp32 for an iteration in fp32, else bf16 (fp16 would
             overflow before it is normalised), and fp64 for parameters in fp64.
         restarts: Where the Gram form starts anew.
-        folded: Whether it does so on the Gram matrix alone, and multiplies the matrix itself only at the end.
         eps: Guards 0/0.
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
+        folded: Whether the Gram form restarts on the Gram matrix alone, and multiplies the matrix itself only at the end.
     """
 
     schedule: Schedule
