@@ -35,7 +35,7 @@ class Recipe:
         eps: Guards 0/0.
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
-        folded: Whether the Gram form restarts on the Gram matrix alone, and multiplies the matrix itself only at the end.
+        folded: Whether the Gram form restarts on the Gram matrix alone, and multiplies matrices only at the end.
     """
 
     schedule: Schedule
