@@ -33,6 +33,7 @@ class TileConfig:
         stages: Depth of the software pipeline.
         group: Tile rows walked together, for L2.
         tensor_memory: Whether tiles may move through TMA descriptors.
+        clusters: Whether pairs of thread blocks take the product instead where they can (clusters.py): same bits.
     """
 
     block: int
@@ -41,6 +42,7 @@ class TileConfig:
     stages: int
     group: int = 8
     tensor_memory: bool = False
+    clusters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,9 @@ _TABLE: dict[Architecture, tuple[Row, ...]] = {
     "hopper": (
         Row(TileConfig(64, 64, 4, 4, tensor_memory=True), largest_count=136, largest_k=1536),
         Row(TileConfig(64, 64, 4, 3, tensor_memory=True), largest_count=136),
-        Row(TileConfig(128, 64, 4, 3, tensor_memory=True), largest_k=3071),
-        Row(TileConfig(128, 64, 4, 3, tensor_memory=True), largest_k=4096, even_waves=True),
-        Row(TileConfig(128, 64, 4, 4, tensor_memory=True)),
+        Row(TileConfig(128, 64, 4, 3, tensor_memory=True, clusters=True), largest_k=3071),
+        Row(TileConfig(128, 64, 4, 3, tensor_memory=True, clusters=True), largest_k=4096, even_waves=True),
+        Row(TileConfig(128, 64, 4, 4, tensor_memory=True, clusters=True)),
     ),
     # Not measured by us. Data-centre Blackwell has TMA and 228 KB of shared memory as Hopper has.
     "blackwell": (

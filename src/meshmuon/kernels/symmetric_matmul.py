@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshmuon.errors import message
+from meshmuon.kernels import clusters
 from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.launching import run
@@ -18,7 +20,7 @@ _TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
 _MOST_BOUND = 4096
 REST_SCALE = 2048.0  # what rounding takes from fp16 would often be subnormal: few digits, slow on some devices
 _compiled: dict[tuple[Any, ...], Any] = {}
-_bound: dict[tuple[Any, ...], _Bound] = {}
+_bound: dict[tuple[Any, ...], _Launch] = {}
 
 
 def symmetric_matmul(
@@ -68,14 +70,23 @@ def symmetric_matmul(
         known(float(alpha), float(beta), float(gamma))
         return result
     _check(a, b, beta, c, out, rest)
-    m, k = a.shape[-2:]
-    config = choose_config(architecture_of(a.device), a.shape[0] if a.ndim == 3 else 1, m, k, a.dtype)
-    symmetric_matmul_with(config, a, b, alpha=alpha, beta=beta, c=c, gamma=gamma, out=result, rest=rest)
     assert result is not None
-    if a.device.type == "cuda" and result.numel() and _uses_tma(config, (a, b, c, result, rest)):
+    if result.numel() == 0:
+        return result
+    batch, (m, k) = a.shape[0] if a.ndim == 3 else 1, a.shape[-2:]
+    config = choose_config(architecture_of(a.device), batch, m, k, a.dtype)
+    stacks = _stacks(a, b, c, result, rest)
+    by_address = a.device.type == "cuda" and _uses_tma(config, stacks)
+    launch: _Launch
+    if by_address and config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, m=m):
+        launch = clusters.ClusterLaunch(*stacks[:-1])
+    else:
+        launch = _bind(config, stacks)
+    launch(float(alpha), float(beta), float(gamma))
+    if by_address:
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
-        _bound[key] = _Bound(config, *(_stacked(t) for t in (a, None if b is a else b, c, result, rest)))
+        _bound[key] = launch
     return result
 
 
@@ -110,14 +121,24 @@ def symmetric_matmul_with(
     result = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
     if result.numel() == 0:
         return result
-    stacks = [_stacked(t) for t in (a, None if b is a else b, c if beta != 0.0 else None, result, rest)]
-    numbers = (float(alpha), float(beta), float(gamma))
-    if _uses_tma(config, stacks):
-        _Bound(config, *stacks)(*numbers)
-    else:
-        with launching_on(a.device):
-            _launch_pointers(config, *stacks, numbers=numbers)
+    stacks = _stacks(a, b, c if beta != 0.0 else None, result, rest)
+    _bind(config, stacks)(float(alpha), float(beta), float(gamma))
     return result
+
+
+_Stacks: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
+_Launch: TypeAlias = Callable[[float, float, float], None]
+
+
+def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
+    """The launch of a Triton kernel that is left to be told its coefficients."""
+    if _uses_tma(config, stacks):
+        return _Bound(config, *stacks)
+    return partial(_launch_pointers, config, *stacks)
+
+
+def _stacks(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None) -> _Stacks:
+    return _stacked(a), _stacked(None if b is a else b), _stacked(c), _stacked(d), _stacked(rest)
 
 
 def _stacked(x: Tensor | None) -> Any:
@@ -183,8 +204,7 @@ def _launch_pointers(
     c: Tensor | None,
     d: Tensor,
     rest: Tensor | None,
-    *,
-    numbers: tuple[float, float, float],
+    *numbers: float,
 ) -> None:
     from meshmuon.kernels.symmetric_tiles import pointer_kernel
 
@@ -192,22 +212,23 @@ def _launch_pointers(
     tiles = _tiles(config, m)
     tensors = (a, a if b is None else b, d if c is None else c, d, d if rest is None else rest)  # d: not touched
     strides = tuple(tensor.stride() for tensor in tensors)
-    pointer_kernel[(batch * tiles,)](
-        *tensors,
-        *strides,
-        m,
-        k,
-        tiles,
-        *numbers,
-        LONG=any(abs(step) * 2 * config.block >= 2**31 for steps in strides for step in steps[1:]),
-        ADD=c is not None,
-        REST_SCALE=None if rest is None else REST_SCALE,
-        BLOCK=config.block,
-        BLOCK_K=config.block_k,
-        GROUP=config.group,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    with launching_on(a.device):
+        pointer_kernel[(batch * tiles,)](
+            *tensors,
+            *strides,
+            m,
+            k,
+            tiles,
+            *numbers,
+            LONG=any(abs(step) * 2 * config.block >= 2**31 for steps in strides for step in steps[1:]),
+            ADD=c is not None,
+            REST_SCALE=None if rest is None else REST_SCALE,
+            BLOCK=config.block,
+            BLOCK_K=config.block_k,
+            GROUP=config.group,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
 
 
 def _uses_tma(config: TileConfig, tensors: Sequence[Tensor | None]) -> bool:

@@ -1,0 +1,189 @@
+"""Large symmetric products on Hopper, by pairs of thread blocks that share operands (clusters.cu).
+
+The bits are those of the Triton kernel, which stands in wherever this one cannot run. It is faster by 4 to 10 %: no
+tensor core waits for results to be written, and less is read (benchmarks/NOTES.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib import resources
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshmuon.errors import message, warn_user
+from meshmuon.kernels.availability import is_interpreted, launching_on
+from meshmuon.kernels.cuda import Function, TensorMap, compile_source
+
+TILE = 128
+STEP = 64  # numbers of the inner dimension at a time
+_BAND = 16  # tile rows walked together, column by column: their operands stay in L2
+_THREADS = 384
+_SHARED_BYTES = 6 * 2 * TILE * STEP * 2 + 4 * STEP * STEP * 2 + 2 * 6 * 8  # ring, staging, barriers
+_SHARED, _IDLE = 1, 2  # flags, as in clusters.cu
+_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+class Item(NamedTuple):
+    """What one thread block of a pair computes.
+
+    Attributes:
+        matrix: Which one of the stack.
+        row: Of the tile's first element.
+        col: Of the tile's first element.
+        flags: Whether the pair shares the operand of its column; whether there is nothing to compute.
+    """
+
+    matrix: int
+    row: int
+    col: int
+    flags: int
+
+
+def pair_up(batch: int, m: int) -> list[tuple[Item, Item]]:
+    """Cut the lower triangles of a stack into tiles, two at a time.
+
+    Tiles of one column go together as far as possible; what is left of odd columns goes together unshared.
+
+    Args:
+        batch: Number of matrices.
+        m: Their side.
+
+    Returns:
+        For each pair, what its two blocks compute; every tile once.
+    """
+    sides = -(-m // TILE)
+    pairs: list[tuple[Item, Item]] = []
+    waiting: Item | None = None
+    for matrix in range(batch):
+        shared, single = [], []
+        for col in range(sides):
+            rows = list(range(col, sides))
+            if len(rows) % 2:
+                single.append((rows.pop(), col))
+            shared += [(row // _BAND, col, row) for row in rows[::2]]
+        for _, col, row in sorted(shared):
+            first, second = (Item(matrix, TILE * r, TILE * col, _SHARED) for r in (row, row + 1))
+            pairs.append((first, second))
+        for row, col in single:
+            item = Item(matrix, TILE * row, TILE * col, 0)
+            if waiting is None:
+                waiting = item
+            else:
+                pairs.append((waiting, item))
+                waiting = None
+    if waiting is not None:
+        pairs.append((waiting, Item(0, 0, 0, _IDLE)))
+    return pairs
+
+
+@functools.cache
+def _tables(batch: int, m: int, clusters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What each of so many clusters computes, in order, and where its part begins. Kept: there are few shapes."""
+    pairs = pair_up(batch, m)
+    parts = [pairs[cluster::clusters] for cluster in range(clusters)]
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part))
+    items = list(chain.from_iterable(chain.from_iterable(parts)))
+    made = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (items, starts))
+    return next(made), next(made)
+
+
+class _Kernel(NamedTuple):
+    function: Function
+    clusters: int  # that run side by side
+
+
+@functools.cache
+def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | None:
+    """The compiled kernel, or None where it cannot be had; compiled on first use, in about a second."""
+    try:
+        source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
+        cubin = compile_source(source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
+        with launching_on(device):
+            function = Function(cubin, "symmetric_product", shared_bytes=_SHARED_BYTES)
+            return _Kernel(function, function.clusters_at_once(2, _THREADS))
+    except (OSError, RuntimeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        do = "Triton's kernel is used instead: same bits, up to 10 % slower. Install torch with its CUDA packages"
+        warn_user(message("symmetric products by clusters", found=found, do=do))
+        return None
+
+
+def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int) -> bool:
+    """Say whether products of this kind can run in clusters now.
+
+    Args:
+        device: Where.
+        dtype: Of the operands.
+        batch: Number of matrices.
+        m: Side of the result.
+
+    Returns:
+        Whether. Not while a CUDA graph is captured that would be the first to ask: then nothing may be uploaded.
+    """
+    if device.type != "cuda" or dtype not in _NAMES or is_interpreted() or not _is_hopper(device):
+        return False
+    ready = (device, dtype, batch, m) in _seen
+    if not ready and (torch.cuda.is_current_stream_capturing() or _kernel(device, dtype) is None):
+        return False
+    _seen.add((device, dtype, batch, m))
+    return True
+
+
+_seen: set[tuple[torch.device, torch.dtype, int, int]] = set()
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+class ClusterLaunch:
+    """A launch bound to its memory by address: it keeps no tensor alive.
+
+    Args:
+        a: (batch, m, k).
+        b: Of a's shape, or None: a.
+        c: (batch, m, m), or None.
+        d: (batch, m, m), the result.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> None:
+        batch, m, k = a.shape
+        kernel = _kernel(a.device, a.dtype)
+        assert kernel is not None, "can_run says whether it can"
+        self._function, self._device = kernel.function, a.device
+        self._blocks = 2 * kernel.clusters
+        tables = _tables(batch, m, kernel.clusters, a.device)
+        self._maps = (
+            TensorMap(a, rows=TILE),
+            TensorMap(a if b is None else b, rows=TILE // 2),
+            TensorMap(d if c is None else c, rows=TILE),
+            TensorMap(d, rows=TILE // 2),
+        )
+        self._scale = [ctypes.c_float() for _ in range(3)]
+        numbers = [ctypes.c_int(number) for number in (m, -(-k // STEP), c is not None)]
+        pointers = [ctypes.c_void_p(table.data_ptr()) for table in tables]
+        self._values = (*pointers, *numbers, *self._scale)  # kept: the arguments are their addresses
+        addresses = [tensor_map.address for tensor_map in self._maps] + [ctypes.addressof(v) for v in self._values]
+        self._arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def __call__(self, alpha: float, beta: float, gamma: float) -> None:
+        """Launch it on the current stream.
+
+        Args:
+            alpha: Factor of the product.
+            beta: Factor of c.
+            gamma: What is added to the diagonal.
+        """
+        for value, number in zip(self._scale, (alpha, beta, gamma), strict=True):
+            value.value = number
+        with launching_on(self._device):
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._function.launch(self._blocks, _THREADS, self._arguments, stream)

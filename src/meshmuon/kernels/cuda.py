@@ -1,0 +1,180 @@
+"""CUDA C++ kernels without a compiler on the machine: NVRTC comes with torch, and the driver with the GPU.
+
+Only what `clusters` needs, over ctypes: compile, load, describe a tensor to the copy engine (TMA), launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAXIMUM_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
+_MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+
+
+def compile_source(source: str, *, architecture: str, options: Sequence[str] = ()) -> bytes:
+    """Compile CUDA C++ to machine code.
+
+    Args:
+        source: The program.
+        architecture: What for, e.g. "sm_90a".
+        options: More of NVRTC's.
+
+    Returns:
+        The machine code (a cubin).
+
+    Raises:
+        OSError: If there is no NVRTC.
+        RuntimeError: If it refuses the program; with its log.
+    """
+    library = _nvrtc()
+    program = ctypes.c_void_p()
+    _expect(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"meshmuon.cu", 0, None, None), "NVRTC")
+    given = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
+    code = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*map(str.encode, given)))
+    log = _answer(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+    if code:
+        raise RuntimeError(f"NVRTC error {code}: {log.rstrip(bytes(1)).decode(errors='replace').strip()}")
+    cubin = _answer(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return cubin
+
+
+def _answer(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _expect(size_of(program, ctypes.byref(size)), "NVRTC")
+    buffer = ctypes.create_string_buffer(size.value)
+    _expect(get(program, buffer), "NVRTC")
+    return buffer.raw
+
+
+def _expect(code: int, whose: str) -> None:
+    if code:
+        raise RuntimeError(f"{whose} error {code}")
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """The NVRTC of torch's own CUDA version: loaded or known to the system, or in a package beside torch."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        pass
+    found = importlib.util.find_spec("nvidia")
+    for folder in found.submodule_search_locations or () if found else ():
+        for path in sorted(Path(folder).glob(f"*/lib/{name}")):
+            for builtins in path.parent.glob("libnvrtc-builtins.so*"):
+                ctypes.CDLL(str(builtins))  # it looks for them by name alone
+            return ctypes.CDLL(str(path))
+    raise OSError(f"{name} was not found")
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _succeed(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {code}, {(text.value or b'unknown').decode()}")
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("sides", ctypes.c_uint * 6),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class Function:
+    """A kernel on the device that was current when it was loaded.
+
+    Args:
+        cubin: Machine code.
+        name: Of the kernel in it.
+        shared_bytes: Of dynamic shared memory.
+    """
+
+    def __init__(self, cubin: bytes, name: str, *, shared_bytes: int) -> None:
+        self._shared_bytes = shared_bytes
+        module, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
+        torch.cuda.current_stream()  # there is a context afterwards
+        _succeed(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "load")
+        _succeed(_driver().cuModuleGetFunction(ctypes.byref(self._handle), module, name.encode()), name)
+        _succeed(_driver().cuFuncSetAttribute(self._handle, _MAXIMUM_SHARED_MEMORY, shared_bytes), name)
+
+    def clusters_at_once(self, size: int, threads: int) -> int:
+        """Ask how many clusters the device can run side by side: GPUs differ in which multiprocessors are neighbours.
+
+        Args:
+            size: Thread blocks in a cluster.
+            threads: In each block.
+
+        Returns:
+            How many.
+        """
+        attribute = _Attribute(id=_CLUSTER_DIMENSION, value=(size, 1, 1))
+        blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // size * size
+        config = _LaunchConfig((blocks, 1, 1, threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1)
+        found = ctypes.c_int()
+        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._handle, ctypes.byref(config))
+        _succeed(code, "clusters")
+        return found.value
+
+    def launch(self, blocks: int, threads: int, arguments: ctypes.Array[ctypes.c_void_p], stream: int) -> None:
+        """Launch it.
+
+        Args:
+            blocks: How many thread blocks.
+            threads: In each.
+            arguments: Addresses of its arguments.
+            stream: On which.
+        """
+        grid = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
+        code = _driver().cuLaunchKernel(self._handle, *grid, ctypes.c_void_p(stream), arguments, None)
+        if code:
+            _succeed(code, "launch")
+
+
+class TensorMap:
+    """A (batch, rows, columns) stack of 16-bit numbers as the copy engine knows it, bound by address.
+
+    Args:
+        x: The stack: columns side by side, everything else 16-byte aligned.
+        rows: Of the boxes that are copied. They have 64 columns: 128 bytes, swizzled.
+    """
+
+    def __init__(self, x: Tensor, *, rows: int) -> None:
+        self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        start = ctypes.addressof(self._memory)
+        self.address = start + -start % _MAP_ALIGNMENT
+        size = x.element_size()
+        sides = (ctypes.c_uint64 * 3)(*reversed(x.shape))
+        strides = (ctypes.c_uint64 * 2)(x.stride(1) * size, x.stride(0) * size)
+        box, ones = (ctypes.c_uint32 * 3)(64, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
+        where = (ctypes.c_void_p(x.data_ptr()), sides, strides, box, ones)
+        how = (0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0)
+        code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(self.address), _ELEMENTS[x.dtype], 3, *where, *how)
+        _succeed(code, "tensor map")

@@ -1,0 +1,73 @@
+"""How symmetric products are shared out to pairs of thread blocks. The kernel itself is tested on a GPU."""
+
+import pytest
+import torch
+
+from meshmuon.kernels import clusters, cuda
+from meshmuon.kernels.clusters import pair_up
+from meshmuon.kernels.configs import choose_config
+
+SHARED, IDLE = 1, 2
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+@pytest.mark.parametrize("m", [8, 128, 136, 256, 1000, 1408, 2048])
+def test_every_tile_of_the_lower_triangle_is_computed_once(batch, m):
+    pairs = pair_up(batch, m)
+    found = [item[:3] for pair in pairs for item in pair if not item.flags & IDLE]
+    sides = -(-m // 128)
+    wanted = {(z, 128 * i, 128 * j) for z in range(batch) for i in range(sides) for j in range(i + 1)}
+    assert len(found) == len(wanted)
+    assert set(found) == wanted
+
+
+@pytest.mark.parametrize("m", [136, 1408, 2048])
+def test_pairs_that_share_have_the_same_columns(m):
+    shared = [pair for pair in pair_up(3, m) if pair[0].flags & SHARED]
+    assert shared
+    for first, second in shared:
+        assert second.flags == first.flags
+        assert (first.matrix, first.col) == (second.matrix, second.col)
+        assert first.row != second.row
+
+
+def test_most_pairs_share():
+    pairs = pair_up(4, 2048)
+    assert sum(first.flags & SHARED for first, _ in pairs) > 0.9 * len(pairs)
+
+
+def test_at_most_one_block_idles():
+    for batch in range(1, 5):
+        idle = [item for pair in pair_up(batch, 384) for item in pair if item.flags & IDLE]
+        assert len(idle) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 5, 66])
+def test_tables_hold_the_pairs_of_each_cluster(count):
+    items, starts = clusters._tables(3, 640, count, torch.device("cpu"))
+    assert starts[0] == 0
+    assert len(starts) == count + 1
+    assert int(starts[-1]) * 2 == len(items)
+    assert sorted(map(tuple, items.tolist())) == sorted(tuple(item) for pair in pair_up(3, 640) for item in pair)
+    sizes = starts.diff()
+    assert int(sizes.max() - sizes.min()) <= 1
+
+
+def test_only_large_products_on_hopper_go_to_clusters():
+    assert choose_config("hopper", 8, 2048, 8192, torch.float16).clusters
+    assert not choose_config("hopper", 1, 1024, 1024, torch.float16).clusters
+    assert not choose_config("hopper", 8, 2048, 8192, torch.float32).clusters
+    for architecture in ("blackwell", "ampere", "rocm", "other"):
+        assert not choose_config(architecture, 8, 2048, 8192, torch.float16).clusters
+    assert not clusters.can_run(torch.device("cpu"), torch.float16, batch=8, m=2048)
+
+
+def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(monkeypatch):
+    def missing():
+        raise OSError("libnvrtc.so.99 was not found")
+
+    monkeypatch.setattr(cuda, "_nvrtc", missing)
+    clusters._kernel.cache_clear()
+    with pytest.warns(UserWarning, match=r"libnvrtc.so.99 was not found.*same bits"):
+        assert clusters._kernel(torch.device("cuda", 0), torch.float16) is None
+    clusters._kernel.cache_clear()
