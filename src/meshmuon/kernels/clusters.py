@@ -100,8 +100,8 @@ class _Kernel(NamedTuple):
 
 
 @functools.cache
-def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | None:
-    """The compiled kernel, or None where it cannot be had; compiled on first use, in about a second."""
+def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
+    """The compiled kernel, or why it cannot be had. Compiled on first use, in about a second."""
     try:
         source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
         cubin = compile_source(source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
@@ -112,7 +112,7 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | None:
         found = f"{type(error).__name__}: {error}"
         do = "Triton's kernel is used instead: same bits, up to 10 % slower. Install torch with its CUDA packages"
         warn_user(message("symmetric products by clusters", found=found, do=do))
-        return None
+        return found
 
 
 def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int) -> bool:
@@ -127,16 +127,39 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int) -> 
     Returns:
         Whether. Not while a CUDA graph is captured that would be the first to ask: then nothing may be uploaded.
     """
-    if device.type != "cuda" or dtype not in _NAMES or is_interpreted() or not _is_hopper(device):
+    if _impossible(device, dtype):
         return False
     ready = (device, dtype, batch, m) in _seen
-    if not ready and (torch.cuda.is_current_stream_capturing() or _kernel(device, dtype) is None):
+    if not ready and (torch.cuda.is_current_stream_capturing() or isinstance(_kernel(device, dtype), str)):
         return False
     _seen.add((device, dtype, batch, m))
     return True
 
 
 _seen: set[tuple[torch.device, torch.dtype, int, int]] = set()
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Say whether large products run in clusters, or why not.
+
+    Args:
+        device: Where.
+        dtype: Of the operands.
+
+    Returns:
+        A few words.
+    """
+    reason = _impossible(device, dtype)
+    kernel = reason or _kernel(device, dtype)
+    if isinstance(kernel, str):
+        return f"large symmetric products stay with Triton: {kernel}"
+    return f"large symmetric products run in {kernel.clusters} clusters at a time"
+
+
+def _impossible(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cuda" or is_interpreted() or not _is_hopper(device):
+        return "not on a Hopper GPU"
+    return "" if dtype in _NAMES else f"products in {dtype}"
 
 
 @functools.cache
@@ -157,7 +180,7 @@ class ClusterLaunch:
     def __init__(self, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> None:
         batch, m, k = a.shape
         kernel = _kernel(a.device, a.dtype)
-        assert kernel is not None, "can_run says whether it can"
+        assert not isinstance(kernel, str), "can_run says whether it can"
         self._function, self._device = kernel.function, a.device
         self._blocks = 2 * kernel.clusters
         tables = _tables(batch, m, kernel.clusters, a.device)

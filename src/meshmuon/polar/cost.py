@@ -129,4 +129,5 @@ def workspace_bytes(
     m, n = padded(m), padded(n)
     if in_place:
         return max(2 * m * n + m * m, m * n + small * m * m) * compute_bytes
+    small = max(small, 4)  # torch has copies of its own in between
     return m * n * (input_bytes + max(4, compute_bytes) + 2 * compute_bytes) + small * m * m * compute_bytes

@@ -104,8 +104,8 @@ class Recipe:
 
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""
-        restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
-        restarts += " folded" if self.folded else ""
+        word = "folded" if self.folded else "restart"
+        restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
         kernels = f" {self.kernels.products} kernels" if self.fused else ""
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshmuon import __version__
 from meshmuon.config import Orthogonalizer
+from meshmuon.kernels import clusters
 from meshmuon.kernels.configs import VARIABLE, architecture_of, tuned_tiles
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.kernels.self_check import CHECKS as KERNELS
@@ -125,6 +126,8 @@ def kernels(site: Site) -> Iterator[Finding]:
             yield Finding(f"kernels on {device.type}", True, detail)
         if os.environ.get(VARIABLE):
             yield Finding(VARIABLE, True, f"tiles of our own for {len(tuned_tiles())} shapes")
+        if any(choice.products == "triton" for choice in choices):
+            yield Finding(f"clusters on {device.type}", True, clusters.describe(device, dtype))
         if any(choice.fused for choice in choices):
             yield from (_one_kernel(name, device, dtype) for name in KERNELS)
 

@@ -60,6 +60,7 @@ def test_only_large_products_on_hopper_go_to_clusters():
     for architecture in ("blackwell", "ampere", "rocm", "other"):
         assert not choose_config(architecture, 8, 2048, 8192, torch.float16).clusters
     assert not clusters.can_run(torch.device("cpu"), torch.float16, batch=8, m=2048)
+    assert clusters.describe(torch.device("cpu"), torch.float16).endswith("stay with Triton: not on a Hopper GPU")
 
 
 def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(monkeypatch):
@@ -69,5 +70,5 @@ def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(m
     monkeypatch.setattr(cuda, "_nvrtc", missing)
     clusters._kernel.cache_clear()
     with pytest.warns(UserWarning, match=r"libnvrtc.so.99 was not found.*same bits"):
-        assert clusters._kernel(torch.device("cuda", 0), torch.float16) is None
+        assert clusters._kernel(torch.device("cuda", 0), torch.float16) == "OSError: libnvrtc.so.99 was not found"
     clusters._kernel.cache_clear()

@@ -260,7 +260,8 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
     assert any("triton" in recipe for recipe in hopper.recipes) and "triton" not in str(blackwell.recipes)
     # Symmetric products at half: 5m²n + 18m³.
     assert hopper.route("gram").flops.mean == pytest.approx(count / size * (18 * m**3 + 5 * m * m * n))
-    assert hopper.route("owner").flops.mean == pytest.approx(count / size * (14 * m**3 + 6 * m * m * n))
+    # With a folded restart: a Gram matrix and one product with x, and 22 instead of 14 m³.
+    assert hopper.route("owner").flops.mean == pytest.approx(count / size * (22 * m**3 + 3 * m * m * n))
 
 
 def test_gram_needs_the_long_side_cut():

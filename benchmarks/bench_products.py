@@ -1,0 +1,47 @@
+"""X·Xᵀ by `symmetric_matmul` beside cuBLAS, for one matrix of many sizes and for stacks.
+
+python -m benchmarks.bench_products [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from statistics import median
+
+import torch
+
+from meshmuon.bench.measure import milliseconds
+from meshmuon.kernels.symmetric_matmul import symmetric_matmul
+
+SIDES = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
+STACKS = ((64, 1408, 2048), (8, 2048, 8192), (2, 4096, 14336))
+
+
+def compare(shape: tuple[int, int, int], repeats: int) -> tuple[float, float]:
+    """Milliseconds of ours and of cuBLAS, each the median of as many turns."""
+    x = torch.randn(shape, device="cuda", dtype=torch.float16)
+    out = torch.empty(*shape[:-1], shape[-2], device="cuda", dtype=torch.float16)
+    calls = max(3, min(200, int(2e13 / x.numel() / shape[1])))
+    ways = (partial(symmetric_matmul, x, out=out), partial(torch.bmm, x, x.mT, out=out))
+    for way in ways:
+        way()
+    turns = [[milliseconds(way, "cuda", calls=calls) for way in ways] for _ in range(repeats)]
+    ours, theirs = (median(times) for times in zip(*turns, strict=True))
+    return ours, theirs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    repeats = parser.parse_args().repeats
+    for shape in [*((1, side, side) for side in SIDES), *STACKS]:
+        ours, theirs = compare(shape, repeats)
+        rate = shape[0] * shape[1] ** 2 * shape[2] / ours / 1e9
+        print(
+            f"{'x'.join(map(str, shape)):14s} {ours:8.3f} ms, {rate:4.0f} useful TFLOP/s, {theirs / ours:.2f} x cuBLAS"
+        )
+
+
+if __name__ == "__main__":
+    main()
