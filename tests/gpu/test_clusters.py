@@ -1,6 +1,7 @@
 """Symmetric products by clusters of thread blocks: the bits of the Triton kernel. Run with `pytest -m gpu`."""
 
 import importlib.util
+import threading
 from unittest import mock
 
 import pytest
@@ -52,7 +53,9 @@ def test_a_product_with_itself_has_the_same_bits(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("batch", "m"), [(1, 64), (3, 136), (2, 1000), (12, 1408), (3, 2048)])
+@pytest.mark.parametrize(
+    ("batch", "m"), [(1, 64), (3, 136), (60, 320), (60, 384), (60, 448), (2, 1000), (12, 1408), (3, 2048)]
+)
 def test_two_with_all_terms_have_the_same_bits(batch, m, dtype):
     a, c = (symmetric(batch, m, m, dtype=dtype, seed=seed) for seed in (0, 1))
     b = (a.double() @ a.double()).to(dtype)
@@ -121,3 +124,22 @@ def test_two_streams_at_once():
                 found.append(symmetric_matmul(one))
         torch.cuda.synchronize()
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_new_thread():
+    a = random(40, 640, 512, seed=5)
+    expected = symmetric_matmul_with(TRITON, a)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(by_clusters(a)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
+
+
+def test_the_rest_has_the_same_bits_alone_and_in_company():
+    a = random(40, 640, 512, seed=6)
+    rests = torch.empty(40, 640, 640, dtype=a.dtype, device="cuda")
+    alone = torch.empty(1, 640, 640, dtype=a.dtype, device="cuda")
+    symmetric_matmul(a, rest=rests)
+    symmetric_matmul(a[:1], rest=alone)
+    assert torch.equal(rests[:1], alone)

@@ -95,6 +95,11 @@ __device__ __forceinline__ uint64_t operand(uint32_t address) {
 template <int LEFT> __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
+// Tells the compiler that sums have changed: they may not be read before the wait.
+__device__ __forceinline__ void settle(float (&t)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(t[i])::"memory");
+}
 
 #define SUMS_4(i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
@@ -239,13 +244,15 @@ struct Group {
   __device__ __forceinline__ void release(int slot) const {
     if (thread < 2) barrier_arrive_at(ring.empty + 8 * slot, thread);
   }
-  // The groups take turns, so that no one waits for a slot of the round after next, whose parity would be the same.
+  // The groups take turns, so that no one waits for a slot before everybody has waited for its use before: barriers know
+  // odd from even, not how often. So the turn goes on when all slots of a tile are known to be full, C's included.
   __device__ __forceinline__ void take_turn() const { threads_sync(3 + number, 256); }
   __device__ __forceinline__ void give_turn() const { threads_arrive(4 - number, 256); }
 
   __device__ __forceinline__ void pass(int count) {
     for (int i = 0; i < count; ++i) {
       ring.wait_full();
+      sync();  // all have seen it
       release(ring.slot);
       ring.next();
     }
@@ -384,15 +391,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) s
         continue;
       }
       const int unreleased = group.accumulate(top, bottom, steps);
+      if (add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
       if (index + 1 < last) group.give_turn();
       products_wait<0>();
+      settle(top);
+      settle(bottom);
       group.release(unreleased);
-      if (add) group.ring.wait_full();
       group.round<0>(top, item, scale, add);
       group.round<1>(top, item, scale, add);
       group.round<2>(bottom, item, scale, add);
       group.round<3>(bottom, item, scale, add);
       if (add) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // C has been read, and may be overwritten
         group.sync();
         group.release(group.ring.slot);
       }

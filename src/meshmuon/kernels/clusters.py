@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from importlib import resources
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -81,17 +82,37 @@ def pair_up(batch: int, m: int) -> list[tuple[Item, Item]]:
     return pairs
 
 
-@functools.cache
-def _tables(batch: int, m: int, clusters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What each of so many clusters computes, in order, and where its part begins. Kept: there are few shapes."""
+def share_out(batch: int, m: int, clusters: int) -> tuple[list[Item], list[int]]:
+    """Give each of so many clusters its pairs.
+
+    Args:
+        batch: Number of matrices.
+        m: Their side.
+        clusters: How many.
+
+    Returns:
+        What the blocks compute, two by two, cluster by cluster; and where each cluster's pairs begin, and the end.
+    """
     pairs = pair_up(batch, m)
-    parts = [pairs[cluster::clusters] for cluster in range(clusters)]
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + len(part))
-    items = list(chain.from_iterable(chain.from_iterable(parts)))
-    made = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (items, starts))
-    return next(made), next(made)
+    parts = [pairs[cluster::clusters] for cluster in range(clusters)]  # those side by side run at the same time
+    starts = list(accumulate(map(len, parts), initial=0))
+    return list(chain.from_iterable(chain.from_iterable(parts))), starts
+
+
+_Tables = tuple[Tensor, Tensor]
+_tables: dict[tuple[int, int, torch.device], _Tables] = {}  # kept: there are few shapes, and graphs know addresses
+_lock = threading.Lock()
+
+
+def _tables_of(batch: int, m: int, clusters: int, device: torch.device) -> _Tables:
+    with _lock:
+        found = _tables.get((batch, m, device))
+        if found is None:
+            items, starts = (
+                torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in share_out(batch, m, clusters)
+            )
+            found = _tables[batch, m, device] = items, starts
+    return found
 
 
 class _Kernel(NamedTuple):
@@ -107,8 +128,11 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
         cubin = compile_source(source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
         with launching_on(device):
             function = Function(cubin, "symmetric_product", shared_bytes=_SHARED_BYTES)
-            return _Kernel(function, function.clusters_at_once(2, _THREADS))
-    except (OSError, RuntimeError) as error:
+            clusters = function.clusters_at_once(2, _THREADS)
+        if clusters < 1:
+            raise RuntimeError("not one cluster fits on this device")
+        return _Kernel(function, clusters)
+    except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
         found = f"{type(error).__name__}: {error}"
         do = "Triton's kernel is used instead: same bits, up to 10 % slower. Install torch with its CUDA packages"
         warn_user(message("symmetric products by clusters", found=found, do=do))
@@ -129,14 +153,9 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int) -> 
     """
     if _impossible(device, dtype):
         return False
-    ready = (device, dtype, batch, m) in _seen
-    if not ready and (torch.cuda.is_current_stream_capturing() or isinstance(_kernel(device, dtype), str)):
+    if torch.cuda.is_current_stream_capturing() and (batch, m, device) not in _tables:
         return False
-    _seen.add((device, dtype, batch, m))
-    return True
-
-
-_seen: set[tuple[torch.device, torch.dtype, int, int]] = set()
+    return not isinstance(_kernel(device, dtype), str)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
@@ -183,7 +202,7 @@ class ClusterLaunch:
         assert not isinstance(kernel, str), "can_run says whether it can"
         self._function, self._device = kernel.function, a.device
         self._blocks = 2 * kernel.clusters
-        tables = _tables(batch, m, kernel.clusters, a.device)
+        tables = _tables_of(batch, m, kernel.clusters, a.device)
         self._maps = (
             TensorMap(a, rows=TILE),
             TensorMap(a if b is None else b, rows=TILE // 2),
@@ -193,7 +212,7 @@ class ClusterLaunch:
         self._scale = [ctypes.c_float() for _ in range(3)]
         numbers = [ctypes.c_int(number) for number in (m, -(-k // STEP), c is not None)]
         pointers = [ctypes.c_void_p(table.data_ptr()) for table in tables]
-        self._values = (*pointers, *numbers, *self._scale)  # kept: the arguments are their addresses
+        self._values = (*pointers, *numbers, *self._scale)  # these are kept: the arguments are their addresses
         addresses = [tensor_map.address for tensor_map in self._maps] + [ctypes.addressof(v) for v in self._values]
         self._arguments = (ctypes.c_void_p * len(addresses))(*addresses)
 

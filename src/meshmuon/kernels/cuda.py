@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _MAXIMUM_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
@@ -42,13 +43,14 @@ def compile_source(source: str, *, architecture: str, options: Sequence[str] = (
     program = ctypes.c_void_p()
     _expect(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"meshmuon.cu", 0, None, None), "NVRTC")
     given = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
-    code = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*map(str.encode, given)))
-    log = _answer(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
-    if code:
-        raise RuntimeError(f"NVRTC error {code}: {log.rstrip(bytes(1)).decode(errors='replace').strip()}")
-    cubin = _answer(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin
+    try:
+        code = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*map(str.encode, given)))
+        log = _answer(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+        if code:
+            raise RuntimeError(f"NVRTC error {code}: {log.rstrip(bytes(1)).decode(errors='replace').strip()}")
+        return _answer(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _answer(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:
@@ -108,6 +110,15 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+def _enter_context(device: int) -> None:
+    """Make torch's context of a device that of this thread: a new one has none until torch itself launches."""
+    context = ctypes.c_void_p()
+    _succeed(_driver().cuCtxGetCurrent(ctypes.byref(context)), "context")
+    if not context.value:
+        _succeed(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "context")
+        _succeed(_driver().cuCtxSetCurrent(context), "context")
+
+
 class Function:
     """A kernel on the device that was current when it was loaded.
 
@@ -118,9 +129,9 @@ class Function:
     """
 
     def __init__(self, cubin: bytes, name: str, *, shared_bytes: int) -> None:
-        self._shared_bytes = shared_bytes
+        self._shared_bytes, self._device = shared_bytes, torch.cuda.current_device()
         module, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream()  # there is a context afterwards
+        _enter_context(self._device)
         _succeed(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "load")
         _succeed(_driver().cuModuleGetFunction(ctypes.byref(self._handle), module, name.encode()), name)
         _succeed(_driver().cuFuncSetAttribute(self._handle, _MAXIMUM_SHARED_MEMORY, shared_bytes), name)
@@ -136,7 +147,7 @@ class Function:
             How many.
         """
         attribute = _Attribute(id=_CLUSTER_DIMENSION, value=(size, 1, 1))
-        blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // size * size
+        blocks = torch.cuda.get_device_properties(self._device).multi_processor_count // size * size
         config = _LaunchConfig((blocks, 1, 1, threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1)
         found = ctypes.c_int()
         code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._handle, ctypes.byref(config))
@@ -153,9 +164,12 @@ class Function:
             stream: On which.
         """
         grid = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
-        code = _driver().cuLaunchKernel(self._handle, *grid, ctypes.c_void_p(stream), arguments, None)
-        if code:
-            _succeed(code, "launch")
+        call = (self._handle, *grid, ctypes.c_void_p(stream), arguments, None)
+        code = _driver().cuLaunchKernel(*call)
+        if code == _NO_CONTEXT:
+            _enter_context(self._device)
+            code = _driver().cuLaunchKernel(*call)
+        _succeed(code, "launch")
 
 
 class TensorMap:

@@ -76,14 +76,9 @@ def symmetric_matmul(
     batch, (m, k) = a.shape[0] if a.ndim == 3 else 1, a.shape[-2:]
     config = choose_config(architecture_of(a.device), batch, m, k, a.dtype)
     stacks = _stacks(a, b, c, result, rest)
-    by_address = a.device.type == "cuda" and _uses_tma(config, stacks)
-    launch: _Launch
-    if by_address and config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, m=m):
-        launch = clusters.ClusterLaunch(*stacks[:-1])
-    else:
-        launch = _bind(config, stacks)
+    launch = _bind(config, stacks)
     launch(float(alpha), float(beta), float(gamma))
-    if by_address:
+    if a.device.type == "cuda" and _uses_tma(config, stacks):
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
         _bound[key] = launch
@@ -131,10 +126,14 @@ _Launch: TypeAlias = Callable[[float, float, float], None]
 
 
 def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
-    """The launch of a Triton kernel that is left to be told its coefficients."""
-    if _uses_tma(config, stacks):
-        return _Bound(config, *stacks)
-    return partial(_launch_pointers, config, *stacks)
+    """The launch that is left to be told its coefficients."""
+    a, b, c, d, rest = stacks
+    if not _uses_tma(config, stacks):
+        return partial(_launch_pointers, config, *stacks)
+    batch, m, _ = a.shape
+    if config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, m=m):
+        return clusters.ClusterLaunch(a, b, c, d)
+    return _Bound(config, *stacks)
 
 
 def _stacks(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None) -> _Stacks:

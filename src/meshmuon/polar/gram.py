@@ -10,10 +10,12 @@ segment of s steps updates r s-1 times, so it is safe while u·Π a² over all b
 gives (2,) for five Polar Express steps in fp16 and (2, 4) in bf16, which is what was measured to be needed.
 
 [Note: folded restarts] A restart forms (q·x)·(q·x)ᵀ, which is q·r·q: it need not touch x. Then x is multiplied twice
-instead of four times, for eight more m·m·m: cheaper from n = 2.7·m on. Three things make it as accurate, each of them
-measured (benchmarks/NOTES.md). r comes in two halves, since q lifts what rounding it once would do to small singular
-values. q·r is a whole product and not one triangle mirrored, since q lifts its error once more. So is the last product
-of polynomials, for the reason in the next note.
+instead of four times, for eight more m·m·m: cheaper from n = 2.7·m on. Three things keep it accurate. r comes in two
+halves, since q lifts what rounding it once would do to small singular values. q·r is a whole product and not one
+triangle mirrored, since q lifts its error once more. So is the last product of polynomials, for the reason in the
+next note. Measured (benchmarks/NOTES.md), it is nearer to the exact factor than a restart on x where many singular
+values count. At ranks of 1 to 8 it is further from the polynomial, since q, large where x is nothing, is rounded
+as a whole; but no further than the standard form in bf16.
 
 [Note: mirrored products] Kernels that compute one triangle of z·q and mirror it take for granted that z and q commute.
 They do not quite, and then q·x is no longer z·(q·x): a direction that q should shrink gets what rounding mixed into it
@@ -184,9 +186,10 @@ def can_fold(schedule: Schedule, restarts: Sequence[int], dtype: torch.dtype) ->
         dtype: The dtype the products are stored in.
 
     Returns:
-        Whether; only for a single restart, in 16 bits.
+        Whether; only for a single restart in fp16, after two steps at most. After three of Keller's, whose product is
+        mirrored twice, low ranks came out two to five times as far from the polynomial as with a restart on x.
     """
-    if len(restarts) != 1 or dtype.itemsize != 2:
+    if dtype != torch.float16 or len(restarts) != 1 or restarts[0] > 2:
         return False
     lifted = math.prod(max(1.0, a) ** 2 for a, _, _ in schedule[: restarts[0]])
     return lifted * torch.finfo(dtype).eps / 2 <= 1.0

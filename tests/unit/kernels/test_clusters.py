@@ -1,10 +1,12 @@
 """How symmetric products are shared out to pairs of thread blocks. The kernel itself is tested on a GPU."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from meshmuon.kernels import clusters, cuda
-from meshmuon.kernels.clusters import pair_up
+from meshmuon.kernels.clusters import pair_up, share_out
 from meshmuon.kernels.configs import choose_config
 
 SHARED, IDLE = 1, 2
@@ -43,14 +45,16 @@ def test_at_most_one_block_idles():
 
 
 @pytest.mark.parametrize("count", [1, 5, 66])
-def test_tables_hold_the_pairs_of_each_cluster(count):
-    items, starts = clusters._tables(3, 640, count, torch.device("cpu"))
-    assert starts[0] == 0
+def test_each_cluster_gets_its_pairs(count):
+    pairs = pair_up(3, 640)
+    items, starts = share_out(3, 640, count)
     assert len(starts) == count + 1
-    assert int(starts[-1]) * 2 == len(items)
-    assert sorted(map(tuple, items.tolist())) == sorted(tuple(item) for pair in pair_up(3, 640) for item in pair)
-    sizes = starts.diff()
-    assert int(sizes.max() - sizes.min()) <= 1
+    assert 2 * starts[-1] == len(items) == 2 * len(pairs)
+    for cluster, (start, end) in enumerate(pairwise(starts)):
+        assert (
+            list(zip(items[2 * start : 2 * end : 2], items[2 * start + 1 : 2 * end : 2], strict=True))
+            == pairs[cluster::count]
+        )
 
 
 def test_only_large_products_on_hopper_go_to_clusters():
