@@ -138,7 +138,7 @@ def test_a_folded_restart_is_as_near_to_the_exact_factor(coefficients, steps, sp
 
 @pytest.mark.parametrize(("coefficients", "steps"), FOLDED_SETS)
 def test_a_folded_restart_follows_the_polynomial_on_every_spectrum(coefficients, steps):
-    """As closely as a restart on x, or as the products in bf16 that others train with: low ranks suffer from rounding q."""
+    """As closely as a restart on x, or as the bf16 that others train with: rounding q is what low ranks suffer from."""
     schedule = resolve_schedule(coefficients, steps)
     restarts = choose_restarts(schedule, torch.float16, mirrored=True)
     for spectrum in MORE_SPECTRA:
