@@ -145,9 +145,9 @@ def test_a_folded_restart_follows_the_polynomial_on_every_spectrum(coefficients,
         x, _ = matrix(spectrum)
         ideal = newton_schulz(x.double(), schedule=schedule, operations=TorchOperations())
         apart = gram_newton_schulz(x, schedule=schedule, restarts=restarts, operations=MirroredProducts(torch.float16))
-        bf16 = newton_schulz(x.bfloat16(), schedule=schedule, operations=TorchOperations())
+        bf16 = newton_schulz(x, schedule=schedule, operations=MirroredProducts(torch.bfloat16))
         off, *others = (float((y - ideal).norm() / ideal.norm()) for y in (folded(x, schedule), apart, bf16))
-        assert off <= 1.25 * max(others)
+        assert off <= 1.5 * max(others)
 
 
 @pytest.mark.parametrize("sabotage", [WithoutRest, MirroredCongruence, MirroredEverywhere])
