@@ -100,19 +100,19 @@ def share_out(batch: int, m: int, clusters: int) -> tuple[list[Item], list[int]]
 
 
 _Tables = tuple[Tensor, Tensor]
-_tables: dict[tuple[int, int, torch.device], _Tables] = {}  # kept: there are few shapes, and graphs know addresses
+_Key = tuple[torch.device, torch.dtype, int, int]
+_tables: dict[_Key, _Tables] = {}  # kept: there are few shapes, and graphs know addresses
 _lock = threading.Lock()
 
 
-def _tables_of(batch: int, m: int, clusters: int, device: torch.device) -> _Tables:
+def _tables_of(key: _Key, clusters: int) -> _Tables:
+    device, _, batch, m = key
     with _lock:
-        found = _tables.get((batch, m, device))
-        if found is None:
-            items, starts = (
-                torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in share_out(batch, m, clusters)
-            )
-            found = _tables[batch, m, device] = items, starts
-    return found
+        if key not in _tables:
+            numbers = share_out(batch, m, clusters)
+            items, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
+            _tables[key] = items, starts
+        return _tables[key]
 
 
 class _Kernel(NamedTuple):
@@ -153,7 +153,7 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int) -> 
     """
     if _impossible(device, dtype):
         return False
-    if torch.cuda.is_current_stream_capturing() and (batch, m, device) not in _tables:
+    if (device, dtype, batch, m) not in _tables and torch.cuda.is_current_stream_capturing():
         return False
     return not isinstance(_kernel(device, dtype), str)
 
@@ -202,7 +202,7 @@ class ClusterLaunch:
         assert not isinstance(kernel, str), "can_run says whether it can"
         self._function, self._device = kernel.function, a.device
         self._blocks = 2 * kernel.clusters
-        tables = _tables_of(batch, m, kernel.clusters, a.device)
+        tables = _tables_of((a.device, a.dtype, batch, m), kernel.clusters)
         self._maps = (
             TensorMap(a, rows=TILE),
             TensorMap(a if b is None else b, rows=TILE // 2),
