@@ -1,6 +1,8 @@
 """How symmetric products are shared out to pairs of thread blocks. The kernel itself is tested on a GPU."""
 
+import ctypes
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -76,3 +78,43 @@ def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(m
     with pytest.warns(UserWarning, match=r"libnvrtc.so.99 was not found.*same bits"):
         assert clusters._kernel(torch.device("cuda", 0), torch.float16) == "OSError: libnvrtc.so.99 was not found"
     clusters._kernel.cache_clear()
+
+
+class Recorder:
+    """A CUDA driver that does nothing but remember."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, arguments))
+            return 0
+
+        return call
+
+
+def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add(monkeypatch):
+    driver, launched = Recorder(), []
+
+    def launch(blocks, threads, arguments, stream):
+        numbers = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_int)).contents.value for i in (6, 7, 8)]
+        scale = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_float)).contents.value for i in (9, 10, 11)]
+        launched.append((blocks, threads, numbers, scale, stream))
+
+    kernel = clusters._Kernel(mock.Mock(launch=launch), 5)
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(clusters, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: mock.Mock(cuda_stream=7))
+    a, c = torch.zeros(2, 256, 500, dtype=torch.float16), torch.zeros(2, 256, 256, dtype=torch.float16)
+    bound = clusters.ClusterLaunch(a, None, c, torch.empty_like(c))
+    bound(1.0, 2.0, 3.0)
+    bound(4.0, 5.0, 6.0)
+    clusters.ClusterLaunch(a, None, None, torch.empty_like(c))(1.0, 0.0, 0.0)
+    assert launched[0] == (10, 384, [256, 8, 1], [1.0, 2.0, 3.0], 7)
+    assert launched[1][3] == [4.0, 5.0, 6.0]
+    assert launched[2][2] == [256, 8, 0]
+    boxes = [list(arguments[6]) for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
+    assert boxes[:4] == [[64, 128, 1], [64, 64, 1], [64, 128, 1], [64, 64, 1]]
+    addresses = [arguments[0].value for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
+    assert not any(address % 64 for address in addresses)
