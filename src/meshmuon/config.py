@@ -30,7 +30,8 @@ class Orthogonalizer:
         form: "standard", "gram" (on the m×m Gram matrix), "svd" (exact), or "auto": the cheaper of the first two.
         dtype: What to compute in; "auto" is fp32 on a CPU and fp16 on a GPU. "bfloat16" reproduces torch.optim.Muon.
         restarts: The steps before which the Gram form starts anew; "auto" chooses the fewest that are stable. Others
-            are taken as they are; where rounding may grow too far between two of them, the optimizer warns.
+            are taken as they are; where rounding may grow too far between two of them, the optimizer warns. Our kernels
+            fold a single one in fp16 into the Gram matrix where that is cheaper; the plan says so.
         kernels: "triton" for our own symmetric products and fused element-wise work, "torch" for torch's, or "auto":
             ours on GPUs they were measured on. The plan says which, and why.
     """

@@ -18,7 +18,9 @@ from meshmuon.kernels.launching import run
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
 _MOST_BOUND = 4096
-REST_SCALE = 2048.0  # what rounding takes from fp16 would often be subnormal: few digits, slow on some devices
+REST_SCALE = 2048.0  # unscaled, what rounding takes from fp16 would often be subnormal, with few digits
+_Stacks: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]  # a, b, c, out, rest
+_Launch: TypeAlias = Callable[[float, float, float], None]
 _compiled: dict[tuple[Any, ...], Any] = {}
 _bound: dict[tuple[Any, ...], _Launch] = {}
 
@@ -119,10 +121,6 @@ def symmetric_matmul_with(
     stacks = _stacks(a, b, c if beta != 0.0 else None, result, rest)
     _bind(config, stacks)(float(alpha), float(beta), float(gamma))
     return result
-
-
-_Stacks: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
-_Launch: TypeAlias = Callable[[float, float, float], None]
 
 
 def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
