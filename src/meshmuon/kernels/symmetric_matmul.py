@@ -14,6 +14,7 @@ from meshmuon.kernels import clusters
 from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.launching import run
+from meshmuon.kernels.tables import whereabouts
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
@@ -144,7 +145,7 @@ def _stacked(x: Tensor | None) -> Any:
 
 def _whereabouts(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a bound launch depends on. Addresses tell devices apart as well."""
-    return None if x is None else (x.data_ptr(), x.dtype, x.shape, x.stride())
+    return None if x is None else (x.shape, *whereabouts(x))
 
 
 def _tiles(config: TileConfig, m: int) -> int:
@@ -278,11 +279,11 @@ def _check(a: Tensor, b: Tensor | None, beta: float, c: Tensor | None, out: Tens
         if tensor.dtype != a.dtype:
             raise TypeError(message(name, found=f"{tensor.dtype}", do=f"Pass {a.dtype} as in a"))
     for name, written, others in (("out", out, (a, b)), ("rest", rest, (a, b, c, out))):
-        if written is not None and written.numel() and any(_overlap(written, other) for other in others):
+        if written is not None and written.numel() and any(_start_together(written, other) for other in others):
             do = "Pass other memory: tiles read all of it"
             raise ValueError(message(name, found="the memory of another argument", do=do))
     check_runnable("symmetric_matmul", *(t for t in (a, b, c, out, rest) if t is not None))
 
 
-def _overlap(x: Tensor, other: Tensor | None) -> bool:
+def _start_together(x: Tensor, other: Tensor | None) -> bool:
     return other is not None and x.data_ptr() == other.data_ptr()

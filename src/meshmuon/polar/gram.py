@@ -61,21 +61,21 @@ def gram_newton_schulz(
 
 
 def folded_gram_newton_schulz(
-    x: Given, *, schedule: Schedule, restart: int, operations: Operations, out: Tensor | None = None
+    x: Given, *, schedule: Schedule, restarts: Sequence[int], operations: Operations, out: Tensor | None = None
 ) -> Tensor:
     """Do the same with one restart, which never touches x. See [Note: folded restarts].
 
     Args:
         x: (batch, m, n) with m <= n and singular values at most 1; given away in a list, or kept.
         schedule: One triple per step.
-        restart: The step before which the Gram matrix is formed anew.
+        restarts: The one step before which the Gram matrix is formed anew.
         operations: How to multiply.
         out: Where the result goes; None: to a new tensor.
 
     Returns:
         The (batch, m, n) result.
     """
-    first, second = split_at(schedule, (restart,))
+    first, second = split_at(schedule, restarts)
     x = taken(x)
     halves = operations.gram_in_halves(x)
     before = factor(halves[0], first, operations)

@@ -152,15 +152,9 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     operations = _OPERATIONS[recipe.kernels.products, recipe.invariant]
-    if recipe.folded:
-        (restart,) = recipe.restarts
-        return folded_gram_newton_schulz(
-            start, schedule=recipe.schedule, restart=restart, operations=operations, out=out
-        )
     if recipe.form == "gram":
-        return gram_newton_schulz(
-            start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out
-        )
+        iterate = folded_gram_newton_schulz if recipe.folded else gram_newton_schulz
+        return iterate(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out)
     return newton_schulz(start, schedule=recipe.schedule, operations=operations, out=out)
 
 

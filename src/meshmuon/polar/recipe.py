@@ -63,8 +63,8 @@ class Recipe:
         if self.form == "svd":
             return cost.svd_flops(m, n)
         if self.form == "gram":
-            count = partial(cost.gram_flops, m, n, schedule=self.schedule, restarts=self.restarts)
-            return count(symmetric=self._symmetric, folded=self.folded)
+            how = {"symmetric": self._symmetric, "folded": self.folded}
+            return cost.gram_flops(m, n, schedule=self.schedule, restarts=self.restarts, **how)
         return cost.standard_flops(m, n, steps=len(self.schedule), symmetric=self._symmetric)
 
     def whole_flops(self, m: int, n: int) -> float:

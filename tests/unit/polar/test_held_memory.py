@@ -71,7 +71,7 @@ def test_a_folded_restart_holds_what_was_planned(shape, restart):
     watching = Watching()
     start = [watching.watch(torch.randn(shape))]
     schedule = resolve_schedule("polar_express", 5)
-    folded_gram_newton_schulz(start, schedule=schedule, restart=restart, operations=watching)
+    folded_gram_newton_schulz(start, schedule=schedule, restarts=(restart,), operations=watching)
     assert watching.most == planned(*shape, small=held_small(schedule, (restart,), folded=True))
 
 

@@ -89,9 +89,9 @@ def largest_sigma(coefficients, steps, dtype, *, mirrored):
 
 
 def folded(x, schedule, operations=None):
-    (restart,) = choose_restarts(schedule, torch.float16, mirrored=True)
+    restarts = choose_restarts(schedule, torch.float16, mirrored=True)
     operations = operations or MirroredProducts(torch.float16)
-    return folded_gram_newton_schulz(x, schedule=schedule, restart=restart, operations=operations)
+    return folded_gram_newton_schulz(x, schedule=schedule, restarts=restarts, operations=operations)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
