@@ -60,7 +60,8 @@ def test_each_cluster_gets_its_pairs(count):
 
 
 def test_only_large_products_on_hopper_go_to_clusters():
-    assert choose_config("hopper", 8, 2048, 8192, torch.float16).clusters
+    for shape in ((48, 1408, 1408), (12, 2048, 2048), (4, 4096, 4096), (3, 4096, 4096), (8, 2048, 8192)):
+        assert choose_config("hopper", *shape, torch.float16).clusters
     assert not choose_config("hopper", 1, 1024, 1024, torch.float16).clusters
     assert not choose_config("hopper", 8, 2048, 8192, torch.float32).clusters
     for architecture in ("blackwell", "ampere", "rocm", "other"):

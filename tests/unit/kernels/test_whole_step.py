@@ -131,6 +131,13 @@ def test_a_wrong_kernel_is_refused_by_name():
         self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
 
 
+def test_a_rest_that_is_wrong_is_refused():
+    name, device = "symmetric_matmul (in halves)", torch.device("cpu")
+    assert self_check.check_kernel(name, device, torch.float16) < 1.0
+    with mock.patch.object(self_check, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
+        self_check.check_kernel(name, device, torch.float16)
+
+
 def test_the_choice_has_a_reason():
     cpu = torch.device("cpu")
     assert choose_kernels("auto", m=512, dtype=torch.float16, device=cpu).reason == "on a CPU"
