@@ -200,6 +200,7 @@ class Muon(Optimizer):
                 peers=ready.peers,
                 found_inf=getattr(self, "found_inf", None),
                 unscale=self._unscale(),
+                fused=ready.plan.fused,
             )
             if verdict.go:
                 self._take_step(ready, verdict)

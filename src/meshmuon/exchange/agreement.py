@@ -27,6 +27,7 @@ from meshmuon.exchange.health import AgreedRefusalError
 from meshmuon.exchange.peers import Peers
 from meshmuon.exchange.report import ELSEWHERE, Report
 from meshmuon.exchange.status import Limits, Row, Watched, number_of, status, unusable
+from meshmuon.kernels.peaks import PeakFinder
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,18 @@ class Agreement:
         self._overflows = 0
         self._on_their_way: deque[Report] = deque()
         self._limits = Limits()
+        self._finder = PeakFinder()
+        self._fused = False
         self._laid_anew = False  # whether gradients lie otherwise than their parameters, as all ranks have found
 
     def check(
-        self, watched: Sequence[Watched], *, peers: Peers, found_inf: Tensor | None, unscale: Tensor | None
+        self,
+        watched: Sequence[Watched],
+        *,
+        peers: Peers,
+        found_inf: Tensor | None,
+        unscale: Tensor | None,
+        fused: bool = False,
     ) -> Verdict:
         """Decide whether the step happens.
 
@@ -63,6 +72,7 @@ class Agreement:
             peers: The ranks to agree with.
             found_inf: GradScaler's own finding, or None.
             unscale: What the gradients will be multiplied with when read, or None.
+            fused: Whether kernels of ours may look at them.
 
         Returns:
             The verdict, the same on every rank.
@@ -87,6 +97,7 @@ class Agreement:
         if not at_once and not peers.alone:
             for item in watched:
                 item.refused = item.refused or _came_late(item)
+        self._fused = fused
         report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device)
         if at_once:
             self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
@@ -104,7 +115,8 @@ class Agreement:
         device: torch.device,
     ) -> Report:
         if self._policy != "ignore":
-            bad = unusable(watched, self._limits.on(device, watched), unscale)
+            finder = self._finder if self._fused else None
+            bad = unusable(watched, self._limits.on(device, watched), unscale, finder=finder)
         else:
             bad = torch.zeros(len(watched), dtype=torch.bool, device=device)
         overflow = None if found_inf is None else found_inf.to(device, torch.float32)

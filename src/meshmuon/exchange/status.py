@@ -11,7 +11,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from meshmuon.kernels.crew import share
+from meshmuon.kernels.peaks import PeakFinder, can_find
+
 _LARGEST = 2**31 - 1
+_LARGE = 2**21  # numbers that are worth the while of several threads on a CPU
 
 
 class Row(IntEnum):
@@ -78,27 +82,32 @@ class Limits:
         return self._known[3]
 
 
-def unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None) -> Tensor:
+def unusable(
+    watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None, *, finder: PeakFinder | None = None
+) -> Tensor:
     """Find gradients that arithmetic could not take. NaN fails any comparison.
 
     Args:
         watched: Every parameter.
         limits: The largest magnitude of each.
         unscale: What gradients will be multiplied with when read, or None.
+        finder: The kernel that looks at all of them at once; None: torch does.
 
     Returns:
         One bool per parameter.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for i, item in enumerate(watched):
         grad = item.grad
         if grad is not None and grad.numel():
-            alike.setdefault((grad.device, grad.dtype), []).append(i)
+            by_kernel = finder is not None and can_find(grad)
+            alike.setdefault((grad.device, grad.dtype, by_kernel), []).append(i)
     device, found = limits.device, None
-    for (_, dtype), indices in alike.items():
-        peaks = torch._foreach_norm([watched[i].grad for i in indices], float("inf"))  # type: ignore[misc]
+    for (_, dtype, by_kernel), indices in alike.items():
         wide = torch.promote_types(dtype, torch.float32)
-        peak = torch.stack(peaks).to(device, wide, non_blocking=device.type == "cuda")
+        grads = [grad for i in indices if (grad := watched[i].grad) is not None]
+        peak = finder.find(grads) if finder is not None and by_kernel else _peaks(grads)
+        peak = peak.to(device, wide, non_blocking=device.type == "cuda")
         peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
         if len(indices) == len(watched):
             return (peak <= limits).logical_not_()
@@ -107,6 +116,20 @@ def unusable(watched: Sequence[Watched], limits: Tensor, unscale: Tensor | None)
         here = _on(device, indices)
         found[here] = ~(peak <= limits[here])
     return torch.zeros(len(watched), dtype=torch.bool, device=device) if found is None else found
+
+
+def _peaks(grads: list[Tensor]) -> Tensor:
+    """Give the largest magnitude in each; NaN if there is one."""
+    device = grads[0].device
+    if device.type == "cpu":
+        large = sum(grad.numel() for grad in grads) > _LARGE
+        return torch.stack(share(_peak, grads, device=device, large=large))
+    return torch.stack(torch._foreach_norm(grads, float("inf")))
+
+
+def _peak(grad: Tensor) -> Tensor:
+    least, most = torch.aminmax(grad)  # ten times as fast on a CPU as the norm
+    return torch.maximum(-least, most)
 
 
 def _on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:

@@ -80,7 +80,7 @@ def update_momentum(
     check_runnable("update_momentum", inputs, numbers, table.entries)
     from meshmuon.kernels import elementwise_tiles as tiles
 
-    dtypes = tuple([_triton_dtype(dtype) for dtype in (table.grad_dtype, table.buffer_dtype, table.param_dtype)])
+    dtypes = tuple([triton_dtype(dtype) for dtype in (table.grad_dtype, table.buffer_dtype, table.param_dtype)])
     launch(
         tiles.momentum_kernel,
         table.matrices * table.tiles,
@@ -192,7 +192,7 @@ def apply_update(
         tiles.apply_kernel,
         table.matrices * table.tiles,
         (table.entries, directions, lr, weight_decay, _as_bytes(proceed), table.tiles),
-        (_triton_dtype(table.param_dtype), mode, table.aligned, TILE),
+        (triton_dtype(table.param_dtype), mode, table.aligned, TILE),
         **_EXACT,
     )
 
@@ -202,7 +202,15 @@ def _as_bytes(flag: Tensor | None) -> Tensor | None:
     return flag.view(torch.uint8) if flag is not None and flag.dtype == torch.bool else flag
 
 
-def _triton_dtype(dtype: torch.dtype) -> Any:
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Give Triton's name of a dtype; imports Triton.
+
+    Args:
+        dtype: fp32, bf16 or fp16.
+
+    Returns:
+        A `triton.language` dtype.
+    """
     import triton.language as tl
 
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

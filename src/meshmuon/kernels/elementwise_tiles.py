@@ -1,4 +1,4 @@
-"""The Triton kernels of `elementwise`. One program works on one square tile of one matrix. See [Note: tables].
+"""The Triton kernels of `elementwise` and `peaks`. Programs work on square tiles of a matrix. See [Note: tables].
 
 [Note: no contraction] These kernels are compiled with `enable_fp_fusion=False`: every operation rounds by itself, as
 torch's separate kernels do. Where torch's own kernel contracts (lerp), `tl.fma` says so.
@@ -251,3 +251,27 @@ def normalise_kernel(
     result = value * tl.load(norms + 2 * matrix) * tl.load(norms + 2 * matrix + 1)
     there = out + matrix * padded_m * padded_n + rows[:, None] * padded_n + cols[None, :]
     tl.store(there, result.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def peak_kernel(
+    owners, spans, addresses, bits, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Find the largest magnitude in a part of a tensor. Without their sign, numbers are in the order of their bits.
+
+    So the largest can be found with whole numbers, in any order, by any number of programs; NaN is above infinity.
+    """
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    base = tl.load(addresses + owner).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    size = tl.load(spans + count + owner)
+    start = (program - tl.load(spans + owner)) * BLOCK * BLOCKS
+    largest = tl.zeros((BLOCK,), dtype=tl.int32)
+    for block in range(BLOCKS):
+        there = start + block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(base + there, mask=there < size, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(bits + owner, tl.max(largest, axis=0))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshmuon.errors import message
 from meshmuon.kernels import elementwise
+from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import Slot, build_tables
 
@@ -130,7 +131,13 @@ def _apply(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return slot.param, expected
 
 
+def _peaks(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    tensors = [_numbers(device, torch.float32, size) for size in (5, 40_000, 3)]
+    return PeakFinder().find(tensors), torch.stack([tensor.abs().max() for tensor in tensors])
+
+
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
+    "peaks": _peaks,
     "symmetric_matmul (gram)": _gram,
     "symmetric_matmul (in halves)": _halves,
     "symmetric_matmul (quadratic)": _quadratic,

@@ -94,6 +94,11 @@ class Plan:
         """All buckets, in order."""
         return tuple(bucket for wave in self.waves for bucket in wave)
 
+    @property
+    def fused(self) -> bool:
+        """Whether element-wise work runs in kernels of ours."""
+        return any(bucket.recipe.fused for wave in self.waves for bucket in wave)
+
     def __str__(self) -> str:
         from meshmuon.plan.describe import describe_plan
 

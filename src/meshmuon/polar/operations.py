@@ -52,13 +52,7 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """The six operations by torch alone.
-
-    [Note: one product, one rounding path] On a CPU, only a plain `bmm` of 16-aligned operands was measured to give a
-    matrix the same bits in every batch and with every thread count; `baddbmm` with beta differs between one thread
-    and two. So in fp32 on a CPU a·I + b·r + c·r² is computed as a·I + r·(b·I + c·r): one product, and nothing to add.
-    In 16 bits b·I would swallow c·r; there the fused form rounds once.
-    """
+    """The six operations by torch alone, as it comes."""
 
     def gram(self, x: Tensor) -> Tensor:
         """Return x·xᵀ."""
@@ -67,14 +61,10 @@ class TorchOperations:
     def quadratic(self, gram: Tensor, triple: Triple) -> Tensor:
         """Return a·I + b·gram + c·gram²."""
         a, b, c = triple
-        if gram.device.type == "cpu" and gram.dtype in (torch.float32, torch.float64):
-            inner = gram * c
-            inner.diagonal(dim1=-2, dim2=-1).add_(b)
-            result = torch.bmm(gram, inner)
-        elif c == 0.0:
+        if c == 0.0:
             result = gram * b  # torch's bf16 baddbmm is wrong on a CPU for alpha = 0
         else:
-            result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # in 16 bits b·I + c·r would swallow c·r
         # Folding a·I in here makes the last product a plain one; measured as accurate as adding a·x to it.
         result.diagonal(dim1=-2, dim2=-1).add_(a)
         return result

@@ -2,11 +2,13 @@
 
 [Note: canonical entry] The guarantee that a matrix gets the same bits alone, in any batch, from any storage and with
 any number of threads is kept here, by one path for all: a fresh, wide (m <= n), zero-padded, contiguous 3-D buffer;
-norms by rows, then over the rows (a reduction to a single number is split differently among threads); plain `bmm`.
+norms by rows, then over the rows (a reduction to a single number is split differently among threads); and products that
+belong to one thread each ([Note: one product, one thread] in kernels/crew.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,26 +17,30 @@ from torch import Tensor
 from meshmuon.config import DTypeChoice, Form, Orthogonalizer
 from meshmuon.errors import message
 from meshmuon.kernels import elementwise
+from meshmuon.kernels.crew import share
 from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.cpu_operations import PANELS_FROM, CpuOperations, runs_on_crew
 from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
 from meshmuon.polar.recipe import Recipe, choose_recipe
 
-# By products, and whether they are batch-invariant: torch's are made so by taking one matrix at a time.
+# By products, and whether they are batch-invariant: torch's on a GPU are made so by taking one matrix at a time.
 _OPERATIONS: dict[tuple[str, bool], Operations] = {
     ("torch", False): TorchOperations(),
     ("torch", True): TorchOperations(),
     ("triton", False): KernelOperations(),
     ("triton", True): KernelOperations(invariant=True),
 }
+_CPU_OPERATIONS = CpuOperations()
 _DEFAULT_WORKSPACE = 2**30
-# m·m·n above which a CPU takes matrices one by one: its batched products run on one thread or miss the cache (measured
-# 115 against 266 GFLOP/s at 192, 176 against 320 at 768), while below it the calls themselves cost more.
-_ONE_BY_ONE_FROM = 64**3
+_CACHED_NUMBERS = (
+    2**18
+)  # of Gram matrices that one thread of a CPU takes at a time: 1 MB in fp32, so that they stay near
+_LARGE = 2**26  # multiplications that are worth the while of several threads: half a millisecond
 LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
 _ORDINARY_NORMS = (2.0**-30, 2.0**30)  # whose squares stay far from fp32's ends
 
@@ -112,19 +118,53 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
+    if recipe.kernels.products == "torch" and runs_on_crew(x.device, recipe.dtype):
+        return _by_threads(x, recipe)
     if recipe.fused:
         start = [_normalised_by_kernels(x, recipe, partials, consume=consume)]
     else:
-        start = [normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)]
-    slow_in_batches = x.device.type == "cpu" and not recipe.fused and m * m * n >= _ONE_BY_ONE_FROM
+        start = [_normalised_by_torch(x, recipe)]
     del x  # the iteration is to be the only one that holds it
-    if not slow_in_batches and not recipe.one_by_one:
-        return _iterate(start, recipe)[:, :m, :n]
-    whole = taken(start)
-    result = torch.empty_like(whole)
-    for part, out in zip(whole.split(1), result.split(1), strict=True):
-        _iterate(part, recipe, out=out)
+    if recipe.one_by_one:
+        return _one_by_one(taken(start), recipe)[:, :m, :n]
+    return _iterate(start, recipe)[:, :m, :n]
+
+
+def _by_threads(x: Tensor, recipe: Recipe) -> Tensor:
+    """The same on a CPU, where each thread takes as many matrices at a time as it can keep in its cache.
+
+    Large ones that are too few for all threads are taken one after the other: then threads share their panels.
+    """
+    batch, m, n = x.shape
+    threads = torch.get_num_threads()
+    result = x.new_empty(batch, cost.padded(m), cost.padded(n), dtype=recipe.dtype)
+    whole = batch if m < PANELS_FROM else batch - batch % threads
+    at_once = min(max(1, _CACHED_NUMBERS // m**2), math.ceil(batch / threads))
+
+    def start(first: int, count: int = 1) -> Tensor:
+        return _normalised_by_torch(x[first : first + count], recipe)
+
+    def find(first: int) -> None:
+        count = min(at_once, whole - first)
+        _iterate([start(first, count)], recipe, out=result[first : first + count])
+
+    large = 16 * batch * m * m * n > _LARGE
+    share(find, range(0, whole, at_once), device=x.device, large=large)
+    for i in range(whole, batch):
+        _iterate(share(start, [i], device=x.device), recipe, out=result[i : i + 1])
     return result[:, :m, :n]
+
+
+def _one_by_one(start: Tensor, recipe: Recipe) -> Tensor:
+    """Iterate on one matrix at a time, for the same bits in every batch."""
+    result = torch.empty_like(start)
+    for part, out in zip(start.split(1), result.split(1), strict=True):
+        _iterate(part, recipe, out=out)
+    return result
+
+
+def _normalised_by_torch(x: Tensor, recipe: Recipe) -> Tensor:
+    return normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
 
 
 def _canonical(x: Tensor, recipe: Recipe) -> Tensor:
@@ -151,7 +191,9 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
-    operations = _OPERATIONS[recipe.kernels.products, recipe.invariant]
+    products = recipe.kernels.products
+    by_threads = products == "torch" and runs_on_crew(start[0].device, recipe.dtype)
+    operations = _CPU_OPERATIONS if by_threads else _OPERATIONS[products, recipe.invariant]
     if recipe.form == "gram":
         iterate = folded_gram_newton_schulz if recipe.folded else gram_newton_schulz
         return iterate(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out)

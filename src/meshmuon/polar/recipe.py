@@ -17,8 +17,8 @@ from meshmuon.polar.gram import can_fold, choose_restarts, held_small
 # The short side from which one matrix at a time in cuBLAS costs a step at most 5 % more than many (2.9 % measured at
 # 2048, nothing at 4096, 7 % at 1408: benchmarks/NOTES.md).
 _INVARIANT_FROM = 2048
-# Numbers a CPU should take through a step at a time: 1 MB in fp32, so that each pass finds them in the cache.
-_CACHED_NUMBERS = 2**18
+# Numbers a CPU takes through a step at a time: 16 MB in fp32. With fewer its threads would wait for each other.
+_CPU_NUMBERS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Recipe:
 
     def batch(self, m: int, n: int, device: torch.device) -> int | None:
         """Give how many m×n matrices are best taken through a step together; None: as many as fit."""
-        return max(1, _CACHED_NUMBERS // (m * n)) if device.type == "cpu" and m * n else None
+        return max(1, _CPU_NUMBERS // (m * n)) if device.type == "cpu" and m * n else None
 
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshmuon.config import LRRule, WeightDecayMode
+from meshmuon.kernels.crew import share
 from meshmuon.update.scale import scale_factor
-from meshmuon.update.tensors import MatrixTensors, at_least_fp32, math_dtype
+from meshmuon.update.tensors import LARGE, MatrixTensors, at_least_fp32, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +55,23 @@ def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: A
         directions: The bucket's flat buffer of directions; used up.
         rule: The numbers of this step.
     """
-    for item in matrices:
-        if not item.active:
-            continue
-        dtype = math_dtype(item.param)
-        lr = rule.lr if rule.proceed is None else rule.proceed.to(item.param.device, dtype) * rule.lr
-        size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
-        direction = item.direction_in(directions).to(dtype)
-        param = item.param.to(dtype)  # the parameter itself, if it has that dtype
-        if rule.weight_decay and rule.weight_decay_mode != "l2":
-            factor = 1.0 - lr * rule.weight_decay
-            if rule.weight_decay_mode == "cautious":
-                param.copy_(torch.where(direction * param > 0, param * factor, param))
-            else:
-                param.mul_(factor)
-        param.sub_(direction.mul_(size))
-        if param is not item.param:
-            item.param.copy_(param)
+    active = [item for item in matrices if item.active]
+    work = partial(_apply_one_, directions=directions, rule=rule)
+    share(work, active, device=directions.device, large=directions.numel() > LARGE)
+
+
+def _apply_one_(item: MatrixTensors, *, directions: Tensor, rule: ApplyRule) -> None:
+    dtype = math_dtype(item.param)
+    lr = rule.lr if rule.proceed is None else rule.proceed.to(item.param.device, dtype) * rule.lr
+    size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
+    direction = item.direction_in(directions).to(dtype)
+    param = item.param.to(dtype)  # the parameter itself, if it has that dtype
+    if rule.weight_decay and rule.weight_decay_mode != "l2":
+        factor = 1.0 - lr * rule.weight_decay
+        if rule.weight_decay_mode == "cautious":
+            param.copy_(torch.where(direction * param > 0, param * factor, param))
+        else:
+            param.mul_(factor)
+    param.sub_(direction.mul_(size))
+    if param is not item.param:
+        item.param.copy_(param)

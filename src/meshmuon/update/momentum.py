@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon.update.tensors import MatrixTensors, math_dtype
+from meshmuon.kernels.crew import share
+from meshmuon.update.tensors import LARGE, MatrixTensors, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +50,29 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
         inputs: The bucket's flat buffer; written.
         rule: The numbers of this step.
     """
-    for item in matrices:
-        wanted = item.input_in(inputs)
-        if item.grad is None:
-            if wanted is not None:
-                wanted.zero_()  # what travels depends on the plan only, never on which gradients there are
-            continue
-        grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
-        if rule.l2:
-            grad = grad + item.param.to(grad.dtype) * rule.l2
-        buffer = item.buffer.to(grad.dtype)  # may be the buffer itself
-        if rule.proceed is not None:
-            # lerp(buf, buf, w) is buf, exactly: a step that must not happen leaves momentum alone, and stays finite.
-            grad = torch.where(rule.proceed.to(grad.device), grad, buffer)
-        if buffer is item.buffer:
-            buffer.lerp_(grad, 1.0 - rule.momentum)
-        else:
-            item.buffer.copy_(torch.lerp(buffer, grad, 1.0 - rule.momentum))
+    work = functools.partial(_update_one_, inputs=inputs, rule=rule)
+    share(work, matrices, device=inputs.device, large=inputs.numel() > LARGE)
+
+
+def _update_one_(item: MatrixTensors, *, inputs: Tensor, rule: MomentumRule) -> None:
+    wanted = item.input_in(inputs)
+    if item.grad is None:
         if wanted is not None:
-            _look_ahead(wanted, grad, item.buffer, rule)
+            wanted.zero_()  # what travels depends on the plan only, never on which gradients there are
+        return
+    grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
+    if rule.l2:
+        grad = grad + item.param.to(grad.dtype) * rule.l2
+    buffer = item.buffer.to(grad.dtype)  # may be the buffer itself
+    if rule.proceed is not None:
+        # lerp(buf, buf, w) is buf, exactly: a step that must not happen leaves momentum alone, and stays finite.
+        grad = torch.where(rule.proceed.to(grad.device), grad, buffer)
+    if buffer is item.buffer:
+        buffer.lerp_(grad, 1.0 - rule.momentum)
+    else:
+        item.buffer.copy_(torch.lerp(buffer, grad, 1.0 - rule.momentum))
+    if wanted is not None:
+        _look_ahead(wanted, grad, item.buffer, rule)
 
 
 def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule) -> None:

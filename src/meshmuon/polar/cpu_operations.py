@@ -1,0 +1,95 @@
+"""The operations of the iteration in fp32 and fp64 on a CPU: the same bits on any number of threads.
+
+[Note: panels] A product of many rows is computed by panels of rows, which several threads can share. The cut depends on
+the shape alone, so the bits do too. Of a product that is symmetric, a panel ends at the diagonal and the rest is its
+mirror image: five eighths of the work at 512 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshmuon.kernels.crew import share
+from meshmuon.polar.coefficients import Triple
+from meshmuon.polar.operations import TorchOperations
+
+_PANEL = 128
+PANELS_FROM = 3 * _PANEL  # rows below which a panel costs as much as it saves
+
+
+def runs_on_crew(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether products are computed by `CpuOperations`.
+
+    Args:
+        device: Where.
+        dtype: In what.
+
+    Returns:
+        Whether; 16 bits are left to the library, which on some processors has units for them that threads share.
+    """
+    return device.type == "cpu" and dtype in (torch.float32, torch.float64)
+
+
+class CpuOperations(TorchOperations):
+    """Products by one thread each. See [Note: one product, one thread] in kernels/crew.py.
+
+    Below `PANELS_FROM` rows they are not cut: who has several threads shares whole matrices among them. Plain `bmm`
+    only: `baddbmm` adds in an order of its own. So a·I + b·r + c·r² is computed as a·I + r·(b·I + c·r).
+    """
+
+    def gram(self, x: Tensor) -> Tensor:
+        """Return x·xᵀ."""
+        return _symmetric(x, lambda rows: torch.bmm(x[:, rows], x[:, : rows.stop].mT))
+
+    def quadratic(self, gram: Tensor, triple: Triple) -> Tensor:
+        """Return a·I + b·gram + c·gram²."""
+        a, b, c = triple
+
+        def up_to_diagonal(rows: slice) -> Tensor:
+            inner = gram[:, rows] * c
+            inner[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(b)
+            part = torch.bmm(inner, gram[:, :, : rows.stop])
+            part[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(a)
+            return part
+
+        return _symmetric(gram, up_to_diagonal)
+
+    def symmetric_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left·right for two that commute; whole, since they do not quite."""
+        return self.apply(left, right)
+
+    def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return factor·x, in `out` if given."""
+        if factor.shape[1] < PANELS_FROM:
+            return torch.bmm(factor, x, out=out)
+        out = torch.empty_like(x) if out is None else out
+
+        def write(rows: slice) -> None:
+            out[:, rows] = torch.bmm(factor[:, rows], x)
+
+        share(write, _panels(factor.shape[1]), device=x.device)
+        return out
+
+
+def _symmetric(x: Tensor, up_to_diagonal: Callable[[slice], Tensor]) -> Tensor:
+    """Put together a symmetric matrix for each of x, from parts of its rows that end at the diagonal."""
+    batch, m, _ = x.shape
+    if m < PANELS_FROM:
+        return up_to_diagonal(slice(0, m))
+    whole = x.new_empty(batch, m, m)
+
+    def write(rows: slice) -> None:
+        part = up_to_diagonal(rows)
+        whole[:, rows, : rows.stop] = part
+        whole[:, : rows.start, rows] = part[:, :, : rows.start].mT
+
+    share(write, _panels(m), device=whole.device)
+    return whole
+
+
+def _panels(m: int) -> list[slice]:
+    """Cut rows into panels; the last first, which of a symmetric product are the longest."""
+    return [slice(max(0, end - _PANEL), end) for end in range(m, 0, -_PANEL)]

@@ -1,0 +1,270 @@
+"""Several matrices at a time on a CPU, each by one thread: who does what may not show in any bit."""
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from meshmuon import Muon, orthogonalize
+from meshmuon.kernels import crew
+from meshmuon.kernels.crew import share
+from meshmuon.polar import cpu_operations
+from meshmuon.polar.cpu_operations import PANELS_FROM, CpuOperations
+from meshmuon.polar.operations import TorchOperations
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    with using(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def using(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_results_come_in_the_order_of_the_items(threads, large):
+    def slow_if_first(i):
+        time.sleep(0.01 if i == 0 else 0)
+        return i * i
+
+    assert share(slow_if_first, range(20), device=CPU, large=large) == [i * i for i in range(20)]
+    assert share(slow_if_first, [], device=CPU, large=large) == []
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_work_is_done_by_one_thread_each_and_torch_keeps_its_own_number(threads, large):
+    inside = share(lambda _: torch.get_num_threads(), range(4), device=CPU, large=large)
+    assert set(inside) == {1}
+    assert torch.get_num_threads() == threads
+    seen = []
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert seen == [threads], "threads to come use as many as before"
+
+
+def test_several_threads_do_take_part():
+    meet = threading.Barrier(2)
+    with using(2):
+        names = share(lambda _: (meet.wait(timeout=10), threading.current_thread().name)[1], range(2), device=CPU)
+    assert len(set(names)) == 2
+    assert all(name.startswith("meshmuon") for name in names)
+
+
+def test_work_within_work_stays_with_its_thread():
+    def outer(i):
+        here = threading.current_thread()
+        return share(lambda j: (i, j, threading.current_thread() is here), range(3), device=CPU)
+
+    with using(2):
+        assert share(outer, range(2), device=CPU) == [[(i, j, True) for j in range(3)] for i in range(2)]
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_an_error_is_raised_when_nobody_works_any_more(threads, large):
+    working, done = [], []
+
+    def work(i):
+        working.append(i)
+        if i == 1:
+            raise ValueError("the second one")
+        time.sleep(0.02)
+        done.append(i)
+
+    with pytest.raises(ValueError, match="the second one"):
+        share(work, range(50), device=CPU, large=large)
+    assert sorted([*done, 1]) == sorted(working), "what was begun was finished"
+    assert len(working) <= 10, "and the rest was not begun"
+    assert torch.get_num_threads() == threads
+    assert share(abs, [-1], device=CPU) == [1], "and it goes on"
+
+
+def test_ctrl_c_waits_for_what_was_begun(monkeypatch):
+    ended = []
+
+    def work(i):
+        time.sleep(0.05)
+        ended.append(i)
+
+    def interrupted(self, timeout=None):
+        raise KeyboardInterrupt
+
+    with using(2):
+        share(abs, [1, 2], device=CPU)  # the threads are there
+        with monkeypatch.context() as patch:
+            patch.setattr("concurrent.futures.Future.result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                share(work, range(100), device=CPU)
+        count = len(ended)
+        time.sleep(0.15)
+        assert len(ended) == count <= 4
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_is_recorded_for_backward_is_the_callers_choice(threads, large, recorded):
+    weight = torch.ones(2, requires_grad=True)
+    with torch.set_grad_enabled(recorded):
+        results = share(lambda _: weight * 2, range(2), device=CPU, large=large)
+    assert [result.requires_grad for result in results] == [recorded] * 2
+
+
+def test_tensors_of_inference_mode_may_be_written():
+    x = random(4, 200, 300)
+    with using(2), torch.inference_mode():
+        found = orthogonalize(x)
+    assert torch.equal(found, orthogonalize(x))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    with using(2):
+        share(abs, [1, 2], device=CPU)
+        child = os.fork()
+        if child == 0:  # a data loader's worker, say
+            os._exit(0 if share(abs, [-1, -2], device=CPU) == [1, 2] else 1)
+        for _ in range(500):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.02)
+        else:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("it waits for threads that it does not have")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+LONG = [(128, 1024), (224, 1216), (400, 1008), (64, 2000)]  # whose X·Xᵀ MKL cuts between threads
+PANELS = [(384, 384), (392, 800), (520, 520), (768, 768)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [*LONG, *PANELS])
+def test_bits_do_not_depend_on_the_number_of_threads(shape, dtype):
+    x = random(3, *shape, dtype=dtype)
+    for form in ("standard", "gram"):
+        with using(1):
+            alone = [orthogonalize(matrix, form=form) for matrix in x]
+        for number in (2, 3, 4):
+            with using(number):
+                for batch in (1, 2, 3):
+                    for found, wanted in zip(orthogonalize(x[:batch], form=form), alone, strict=False):
+                        assert torch.equal(found, wanted), (form, number, batch)
+
+
+def test_steps_do_not_depend_on_the_number_of_threads():
+    def trained(number):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(s)) for s in [(128, 1024), (1024, 128), (400, 1008), (40, 24)]]
+        optimizer = Muon(params, lr=0.02)
+        with using(number):
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.randn(p.shape)
+                optimizer.step()
+        return [*params, *(optimizer.state[p]["momentum_buffer"] for p in params)]
+
+    for found, wanted in zip(trained(3), trained(1), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="measured with MKL")
+def test_shared_products_would_have_other_bits(monkeypatch):
+    """The sabotage: the library's own threads. If bits agreed, the tests above would show nothing."""
+
+    def by_the_library(work, items, *, device, large=True):
+        return [work(item) for item in items]
+
+    x = random(128, 1024)
+    with using(1):
+        alone = orthogonalize(x)
+    monkeypatch.setattr("meshmuon.polar.orthogonalize.share", by_the_library)
+    with using(2):
+        assert not torch.equal(orthogonalize(x), alone)
+
+
+@pytest.mark.parametrize("m", [48, PANELS_FROM, PANELS_FROM + 16, 640])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_panels_make_the_products_they_stand_for(m, batch, threads):
+    x = random(batch, m, m + 32, dtype=torch.float64) / m
+    ours, plain = CpuOperations(), TorchOperations()
+    gram, triple = plain.gram(x), (3.4445, -4.7750, 2.0315)
+    pairs = [
+        (ours.gram(x), gram),
+        (ours.quadratic(gram, triple), plain.quadratic(gram, triple)),
+        (ours.quadratic(gram, (1.5, -0.5, 0.0)), plain.quadratic(gram, (1.5, -0.5, 0.0))),
+        (ours.symmetric_product(gram, gram), gram @ gram),
+        (ours.apply(gram, x), gram @ x),
+        (ours.apply(gram, x, torch.full_like(x, torch.nan)), gram @ x),
+    ]
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    for symmetric in (pairs[0][0], pairs[1][0]):
+        if m >= PANELS_FROM:
+            blocks = symmetric.tril() + symmetric.tril(-1).mT
+            torch.testing.assert_close(symmetric, blocks, rtol=1e-12, atol=1e-14)
+
+
+def test_a_panel_ends_at_the_diagonal(monkeypatch):
+    """Five eighths of the multiplications at four panels, counted."""
+    counted = []
+    plain = torch.bmm
+
+    def counting(left, right, out=None):
+        counted.append(left.shape[1] * left.shape[2] * right.shape[2])
+        return plain(left, right, out=out) if out is not None else plain(left, right)
+
+    monkeypatch.setattr(torch, "bmm", counting)
+    x = random(1, 512, 512)
+    with using(1):
+        CpuOperations().gram(x)
+    assert sum(counted) == 512**3 * 5 // 8
+
+
+def test_few_large_matrices_share_their_panels(monkeypatch):
+    calls = []
+    plain = cpu_operations.share
+
+    def watching(work, items, *, device, large=True):
+        calls.append((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return plain(work, items, device=device, large=large)
+
+    monkeypatch.setattr(cpu_operations, "share", watching)
+    with using(2):
+        orthogonalize(random(1, PANELS_FROM, PANELS_FROM))
+        assert set(calls) == {(True, 2)}, "one matrix: the threads share its panels"
+        calls.clear()
+        orthogonalize(random(2, PANELS_FROM, PANELS_FROM))
+        assert set(calls) == {(False, 1)}, "one for each: every thread has panels of its own"
+
+
+def test_small_work_wakes_nobody(monkeypatch):
+    def woken(threads):
+        raise AssertionError("a thread was asked")
+
+    params = [torch.nn.Parameter(torch.ones(s)) for s in [(8, 8), (16, 4)]]
+    optimizer = Muon(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    monkeypatch.setattr(crew, "_crew", woken)
+    with using(4):
+        optimizer.step()
