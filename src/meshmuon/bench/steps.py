@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from meshmuon.bench.workloads import CPU, GPU, QUICK, Shape, Size, floor_ms
 from meshmuon.muon import Muon
 
 OURS = "meshmuon.Muon"
+_WINDOW_MS = 60.0  # of steps without a pause in between: waiting for the first and the last one is no part of them
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     OURS: Muon,
     "meshmuon.Muon (CUDA graph)": lambda params: Muon(params, cuda_graph=True),
@@ -66,7 +68,8 @@ def on_gpu(shapes: list[Shape], *, repeats: int) -> Rows:
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        times = [milliseconds(optimizer.step, "cuda", calls=3) for _ in range(repeats)]
+        calls = max(3, math.ceil(_WINDOW_MS / milliseconds(optimizer.step, "cuda")))
+        times = [milliseconds(optimizer.step, "cuda", calls=calls) for _ in range(repeats)]
         start = time.perf_counter()
         optimizer.step()
         host = (time.perf_counter() - start) * 1e3

@@ -156,6 +156,13 @@ __device__ __forceinline__ void put_number(uint32_t address, unsigned short valu
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
+// The kernel before in the stream may still be running when this one begins, up to here; the next one may begin as well.
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void fetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // ---- the ring, and where numbers are in a box
 
 struct Ring {
@@ -196,6 +203,7 @@ __device__ __forceinline__ void load_items(
     Ring ring, const TensorMap& a, const TensorMap& b, const TensorMap& c, const int4* items, int first, int last,
     uint32_t rank, int steps, bool add) {
   int4 item = items[2 * first + rank];
+  wait_for_kernel_before();  // all that is read or written comes after what is loaded here
   for (int index = first; index < last; ++index) {
     const int4 following = items[2 * min(index + 1, last - 1) + rank];
     const bool idle = item.w & kIdle, shared = item.w & kShared;
@@ -362,7 +370,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) s
       barrier_init(ring.empty + 8 * i, 2);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fetch(a), fetch(b), fetch(c), fetch(d);
   }
+  let_next_kernel_begin();
   __syncthreads();
   cluster_sync();
   const int cluster = blockIdx.x >> 1;

@@ -200,8 +200,7 @@ class ClusterLaunch:
         batch, m, k = a.shape
         kernel = _kernel(a.device, a.dtype)
         assert not isinstance(kernel, str), "can_run says whether it can"
-        self._function, self._device = kernel.function, a.device
-        self._blocks = 2 * kernel.clusters
+        self._device = a.device
         tables = _tables_of((a.device, a.dtype, batch, m), kernel.clusters)
         self._maps = (
             TensorMap(a, rows=TILE),
@@ -214,7 +213,8 @@ class ClusterLaunch:
         pointers = [ctypes.c_void_p(table.data_ptr()) for table in tables]
         self._values = (*pointers, *numbers, *self._scale)  # these are kept: the arguments are their addresses
         addresses = [tensor_map.address for tensor_map in self._maps] + [ctypes.addressof(v) for v in self._values]
-        self._arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, arguments)
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it on the current stream.
@@ -228,4 +228,4 @@ class ClusterLaunch:
             value.value = number
         with launching_on(self._device):
             stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._function.launch(self._blocks, _THREADS, self._arguments, stream)
+            self._launch(stream)

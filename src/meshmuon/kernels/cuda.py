@@ -18,6 +18,7 @@ from torch import Tensor
 _MAXIMUM_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
 _MAP_BYTES = 128
@@ -154,21 +155,57 @@ class Function:
         _succeed(code, "clusters")
         return found.value
 
-    def launch(self, blocks: int, threads: int, arguments: ctypes.Array[ctypes.c_void_p], stream: int) -> None:
-        """Launch it.
+    def bind(self, blocks: int, threads: int, arguments: ctypes.Array[ctypes.c_void_p]) -> Launch:
+        """Prepare a launch.
 
         Args:
             blocks: How many thread blocks.
             threads: In each.
             arguments: Addresses of its arguments.
+
+        Returns:
+            What can be launched again and again.
+        """
+        return Launch(self._handle, self._device, (blocks, threads, self._shared_bytes), arguments)
+
+
+class Launch:
+    """A kernel with its grid and its arguments.
+
+    It begins while the kernel before it in the stream still runs, and has to wait for that one by itself
+    (`griddepcontrol.wait`) before it reads or writes.
+
+    Args:
+        function: The kernel.
+        device: Where it was loaded.
+        sizes: Thread blocks, threads in each, and bytes of shared memory.
+        arguments: Addresses of its arguments.
+    """
+
+    def __init__(
+        self,
+        function: ctypes.c_void_p,
+        device: int,
+        sizes: tuple[int, int, int],
+        arguments: ctypes.Array[ctypes.c_void_p],
+    ) -> None:
+        blocks, threads, shared_bytes = sizes
+        attribute = ctypes.pointer(_Attribute(id=_BEGINS_EARLY, value=(1,)))
+        self._config = _LaunchConfig((blocks, 1, 1, threads, 1, 1), shared_bytes, None, attribute, 1)
+        self._call = (ctypes.byref(self._config), function, arguments, None)
+        self._device = device
+
+    def __call__(self, stream: int) -> None:
+        """Launch it.
+
+        Args:
             stream: On which.
         """
-        grid = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
-        call = (self._handle, *grid, ctypes.c_void_p(stream), arguments, None)
-        code = _driver().cuLaunchKernel(*call)
+        self._config.stream = stream
+        code = _driver().cuLaunchKernelEx(*self._call)
         if code == _NO_CONTEXT:
             _enter_context(self._device)
-            code = _driver().cuLaunchKernel(*call)
+            code = _driver().cuLaunchKernelEx(*self._call)
         _succeed(code, "launch")
 
 

@@ -1,6 +1,7 @@
 """How symmetric products are shared out to pairs of thread blocks. The kernel itself is tested on a GPU."""
 
 import ctypes
+from importlib import resources
 from itertools import pairwise
 from unittest import mock
 
@@ -81,6 +82,28 @@ def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(m
     clusters._kernel.cache_clear()
 
 
+def test_a_kernel_may_begin_while_the_one_before_still_runs():
+    """The launch says so, and the kernel waits before it touches anything that the one before may write or read."""
+    driver = Recorder()
+    arguments = (ctypes.c_void_p * 1)(0)
+    launch = cuda.Launch(ctypes.c_void_p(5), 0, (132, 384, 1000), arguments)
+    with mock.patch.object(cuda, "_driver", return_value=driver):
+        launch(77)
+    ((name, (config, function, given, extra)),) = driver.calls
+    config = config._obj
+    assert (name, function.value, given, extra) == ("cuLaunchKernelEx", 5, arguments, None)
+    assert (list(config.sides), config.shared_bytes, config.stream) == ([132, 1, 1, 384, 1, 1], 1000, 77)
+    assert config.attribute_count == 1
+    assert (config.attributes[0].id, config.attributes[0].value[0]) == (6, 1)
+    loads = source().split("void load_items(")[1].split("// ---- a group")[0]
+    assert loads.index("wait_for_kernel_before()") < loads.index("load(")
+    assert "wait_for_kernel_before" not in source().split("__global__")[1], "each thread that loads does it, once"
+
+
+def source():
+    return resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
+
+
 class Recorder:
     """A CUDA driver that does nothing but remember."""
 
@@ -98,12 +121,15 @@ class Recorder:
 def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add(monkeypatch):
     driver, launched = Recorder(), []
 
-    def launch(blocks, threads, arguments, stream):
-        numbers = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_int)).contents.value for i in (6, 7, 8)]
-        scale = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_float)).contents.value for i in (9, 10, 11)]
-        launched.append((blocks, threads, numbers, scale, stream))
+    def bind(blocks, threads, arguments):
+        def launch(stream):
+            numbers = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_int)).contents.value for i in (6, 7, 8)]
+            scale = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_float)).contents.value for i in (9, 10, 11)]
+            launched.append((blocks, threads, numbers, scale, stream))
 
-    kernel = clusters._Kernel(mock.Mock(launch=launch), 5)
+        return launch
+
+    kernel = clusters._Kernel(mock.Mock(bind=bind), 5)
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
     monkeypatch.setattr(clusters, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: mock.Mock(cuda_stream=7))
