@@ -8,6 +8,7 @@ import torch
 
 from meshmuon.kernels import elementwise
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
+from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
 from meshmuon.kernels.tables import Slot, build_tables, count_partials
 from meshmuon.polar.orthogonalize import normalised
@@ -371,3 +372,26 @@ def test_element_wise_with_more_than_two_to_the_31_elements():
     assert torch.equal(norms[-1:], last)
     expected = elementwise.normalise(stack[-1:], last, out=torch.empty_like(stack[-1:]))
     assert torch.equal(elementwise.normalise(stack, norms, out=stack)[-1:], expected)
+
+
+# ---------------------------------------------------------------- peaks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_peaks_of_many_and_of_large_tensors(dtype):
+    tensors = [random(n, dtype=dtype, seed=n, scale=10.0 ** (n % 3)) for n in (1, 100, 4097, 10**6, 10**7, *range(64))]
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    finder = PeakFinder()
+    for _ in range(2):
+        assert torch.equal(finder.find(tensors), torch.stack([t.float().abs().max() for t in tensors]))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        tensors[4][-1] = value
+        found = finder.find(tensors)
+        assert not found[4].isfinite() and found[4].isnan() == (value != value)
+        assert found[[0, 1, 2, 3, 5]].isfinite().all()
+
+
+def test_a_peak_beyond_two_to_the_31_numbers():
+    large = torch.zeros(2**31 + 5000, dtype=torch.float16, device="cuda")
+    large[-7] = -3.0
+    assert PeakFinder().find([large]).item() == 3.0

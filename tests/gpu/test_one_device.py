@@ -248,3 +248,14 @@ def test_cuda_graph_refuses_what_it_cannot_hold():
         Muon([torch.randn(8, 8, requires_grad=True)], cuda_graph=True)
     with pytest.raises(ValueError, match="cuda_graph"):
         _graph_optimizer(_model_params(), cuda_graph=True, release_grads=True)
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "keller", "you"])
+def test_both_forms_agree_in_fp32_on_a_large_matrix_of_rank_one(coefficients):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    left, right = (torch.randn(size, generator=generator, device="cuda") for size in ((4096, 1), (1, 4096)))
+    gram, standard = (
+        orthogonalize(left @ right, coefficients=coefficients, form=form, dtype="float32")
+        for form in ("gram", "standard")
+    )
+    assert (gram - standard).norm() < 5e-3 * standard.norm()

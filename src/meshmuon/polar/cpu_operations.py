@@ -1,4 +1,4 @@
-"""The operations of the iteration in fp32 and fp64 on a CPU: the same bits on any number of threads.
+"""The operations of the iteration on a CPU: the same bits on any number of threads.
 
 [Note: panels] A product of many rows is computed by panels of rows, which several threads can share. The cut depends on
 the shape alone, so the bits do too. Of a product that is symmetric, a panel ends at the diagonal and the rest is its
@@ -14,30 +14,16 @@ from torch import Tensor
 
 from meshmuon.kernels.crew import share
 from meshmuon.polar.coefficients import Triple
-from meshmuon.polar.operations import TorchOperations
+from meshmuon.polar.operations import TorchOperations, quadratic_rows
 
 _PANEL = 128
 PANELS_FROM = 3 * _PANEL  # rows below which a panel costs as much as it saves
 
 
-def runs_on_crew(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether products are computed by `CpuOperations`.
-
-    Args:
-        device: Where.
-        dtype: In what.
-
-    Returns:
-        Whether; 16 bits are left to the library, which on some processors has units for them that threads share.
-    """
-    return device.type == "cpu" and dtype in (torch.float32, torch.float64)
-
-
 class CpuOperations(TorchOperations):
     """Products by one thread each. See [Note: one product, one thread] in kernels/crew.py.
 
-    Below `PANELS_FROM` rows they are not cut: who has several threads shares whole matrices among them. Plain `bmm`
-    only: `baddbmm` adds in an order of its own. So a·I + b·r + c·r² is computed as a·I + r·(b·I + c·r).
+    Below `PANELS_FROM` rows they are not cut: who has several threads shares whole matrices among them.
     """
 
     def gram(self, x: Tensor) -> Tensor:
@@ -49,9 +35,13 @@ class CpuOperations(TorchOperations):
         a, b, c = triple
 
         def up_to_diagonal(rows: slice) -> Tensor:
-            inner = gram[:, rows] * c
-            inner[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(b)
-            part = torch.bmm(inner, gram[:, :, : rows.stop])
+            columns = slice(0, rows.stop)
+            if gram.dtype.itemsize > 2:
+                inner = gram[:, rows] * c
+                inner[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(b)
+                part = torch.bmm(inner, gram[:, :, columns])
+            else:  # b·I + c·r would swallow c·r
+                part = quadratic_rows(gram[:, rows, columns], gram[:, rows], gram[:, :, columns], b, c)
             part[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(a)
             return part
 

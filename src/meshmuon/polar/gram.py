@@ -9,6 +9,11 @@ such an eigenvalue would grow by a² per step together with the x it belongs to;
 segment of s steps updates r s-1 times, so it is safe while u·Π a² over all but its last step is small. The bound 1/4
 gives (2,) for five Polar Express steps in fp16 and (2, 4) in bf16, which is what was measured to be needed.
 
+[Note: large matrices in fp32] In fp32 five steps are stable without a restart, but what rounding leaves in r where x is
+nothing adds up over the directions: on a matrix of rank one the two forms differ by 3.6e-3 at 1024 rows, 2e-2 at 4096
+and 4e-2 at 8192 (one H200). With the restarts of fp16 it is 4e-4, 1e-3 and at most 3e-3. So above 1024 rows fp32 takes
+those.
+
 [Note: folded restarts] A restart forms (q·x)·(q·x)ᵀ, which is q·r·q: it need not touch x. Then x is multiplied twice
 instead of four times, for eight more m·m·m: cheaper from n = 2.7·m on. Three things keep it accurate. r comes in two
 halves, since q lifts what rounding it once would do to small singular values. q·r is a whole product and not one
@@ -36,6 +41,7 @@ from meshmuon.polar.operations import Given, Operations, taken
 
 _MAX_AMPLIFIED_ROUNDING = 0.25
 _MAX_WHERE_MIRRORED = 0.1
+_LARGE_IN_FP32 = 1024
 
 
 def gram_newton_schulz(
@@ -151,17 +157,22 @@ def held_small(schedule: Schedule, restarts: Sequence[int], *, folded: bool) -> 
     return max(halves + in_factor[0], in_congruence, before + in_factor[1])
 
 
-def choose_restarts(schedule: Schedule, dtype: torch.dtype, *, mirrored: bool = False) -> tuple[int, ...]:
+def choose_restarts(
+    schedule: Schedule, dtype: torch.dtype, *, mirrored: bool = False, side: int = 0
+) -> tuple[int, ...]:
     """Choose the fewest restarts that keep the Gram form stable in a dtype. See [Note: restarts].
 
     Args:
         schedule: One triple per step.
         dtype: The dtype the products are stored in.
         mirrored: Whether symmetric products are computed by one triangle. See [Note: mirrored products].
+        side: The short side of the matrix. See [Note: large matrices in fp32].
 
     Returns:
         Step numbers before which to restart.
     """
+    if dtype == torch.float32 and side > _LARGE_IN_FP32:
+        dtype = torch.float16
     # 16-bit products are summed in fp32 and rounded once; fp32 and fp64 ones leave several units of their own.
     roundoff = torch.finfo(dtype).eps / 2 * (1 if dtype.itemsize == 2 else 16)
     restarts: list[int] = []

@@ -61,10 +61,7 @@ class TorchOperations:
     def quadratic(self, gram: Tensor, triple: Triple) -> Tensor:
         """Return a·I + b·gram + c·gram²."""
         a, b, c = triple
-        if c == 0.0:
-            result = gram * b  # torch's bf16 baddbmm is wrong on a CPU for alpha = 0
-        else:
-            result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # in 16 bits b·I + c·r would swallow c·r
+        result = quadratic_rows(gram, gram, gram, b, c)
         # Folding a·I in here makes the last product a plain one; measured as accurate as adding a·x to it.
         result.diagonal(dim1=-2, dim2=-1).add_(a)
         return result
@@ -87,6 +84,24 @@ class TorchOperations:
         high, rest = (half.to(torch.float32) for half in halves)
         wide = factor.to(torch.float32)
         return torch.bmm(torch.bmm(wide, high + rest / REST_SCALE), wide.mT).to(factor.dtype)
+
+
+def quadratic_rows(these: Tensor, left: Tensor, right: Tensor, b: float, c: float) -> Tensor:
+    """Return b·these + c·left·right, rounded once.
+
+    Args:
+        these: (batch, m, n).
+        left: (batch, m, k).
+        right: (batch, k, n).
+        b: A factor.
+        c: A factor.
+
+    Returns:
+        A new tensor.
+    """
+    if c == 0.0:
+        return these * b  # torch's bf16 baddbmm is wrong on a CPU for alpha = 0
+    return torch.baddbmm(these, left, right, beta=b, alpha=c)
 
 
 def in_halves(wide: Tensor, dtype: torch.dtype) -> Halves:

@@ -21,7 +21,7 @@ from meshmuon.kernels.crew import share
 from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.cpu_operations import PANELS_FROM, CpuOperations, runs_on_crew
+from meshmuon.polar.cpu_operations import PANELS_FROM, CpuOperations
 from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
@@ -118,7 +118,7 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
-    if recipe.kernels.products == "torch" and runs_on_crew(x.device, recipe.dtype):
+    if _takes_threads(recipe, x.device):
         return _by_threads(x, recipe)
     if recipe.fused:
         start = [_normalised_by_kernels(x, recipe, partials, consume=consume)]
@@ -128,6 +128,10 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
     if recipe.one_by_one:
         return _one_by_one(taken(start), recipe)[:, :m, :n]
     return _iterate(start, recipe)[:, :m, :n]
+
+
+def _takes_threads(recipe: Recipe, device: torch.device) -> bool:
+    return device.type == "cpu" and recipe.kernels.products == "torch"
 
 
 def _by_threads(x: Tensor, recipe: Recipe) -> Tensor:
@@ -191,9 +195,8 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
-    products = recipe.kernels.products
-    by_threads = products == "torch" and runs_on_crew(start[0].device, recipe.dtype)
-    operations = _CPU_OPERATIONS if by_threads else _OPERATIONS[products, recipe.invariant]
+    by_threads = _takes_threads(recipe, start[0].device)
+    operations = _CPU_OPERATIONS if by_threads else _OPERATIONS[recipe.kernels.products, recipe.invariant]
     if recipe.form == "gram":
         iterate = folded_gram_newton_schulz if recipe.folded else gram_newton_schulz
         return iterate(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out)

@@ -143,7 +143,7 @@ def choose_recipe(
     form = orthogonalizer.form
     kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device)
     symmetric = kernels.products == "triton"
-    restarts = choose_restarts(schedule, compute, mirrored=symmetric) if chosen == "auto" else chosen
+    restarts = choose_restarts(schedule, compute, mirrored=symmetric, side=m) if chosen == "auto" else chosen
     gram_flops = partial(cost.gram_flops, m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
     folded = symmetric and can_fold(schedule, restarts, compute) and gram_flops(folded=True) < gram_flops()
     if form == "auto":

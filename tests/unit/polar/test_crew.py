@@ -171,6 +171,20 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, dtype):
                         assert torch.equal(found, wanted), (form, number, batch)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(64, 1216), (128, 1024), (384, 400)])
+def test_nor_do_those_of_16_bits(shape, dtype):
+    x = random(2, *shape)
+    for form in ("standard", "gram"):
+        with using(1):
+            alone = [orthogonalize(matrix, form=form, dtype=dtype) for matrix in x]
+        for number in (2, 3):
+            with using(number):
+                for batch in (1, 2):
+                    for found, wanted in zip(orthogonalize(x[:batch], form=form, dtype=dtype), alone, strict=False):
+                        assert torch.equal(found, wanted), (form, number, batch)
+
+
 def test_steps_do_not_depend_on_the_number_of_threads():
     def trained(number):
         torch.manual_seed(0)
@@ -207,6 +221,10 @@ def test_shared_products_would_have_other_bits(monkeypatch):
 def test_panels_make_the_products_they_stand_for(m, batch, threads):
     x = random(batch, m, m + 32, dtype=torch.float64) / m
     ours, plain = CpuOperations(), TorchOperations()
+    rounded = plain.gram(x).bfloat16()
+    for triple in [(3.4445, -4.7750, 2.0315), (1.5, -0.5, 0.0)]:
+        found, wanted = ours.quadratic(rounded, triple), plain.quadratic(rounded.double(), triple)
+        torch.testing.assert_close(found.double(), wanted, rtol=8e-3, atol=1e-3)
     gram, triple = plain.gram(x), (3.4445, -4.7750, 2.0315)
     pairs = [
         (ours.gram(x), gram),

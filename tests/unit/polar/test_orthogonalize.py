@@ -127,7 +127,9 @@ def test_auto_restarts_are_those_measured_to_be_needed():
     five = resolve_schedule("polar_express", 5)
     assert choose_restarts(five, torch.float16) == (2,)
     assert choose_restarts(five, torch.bfloat16) == (2, 4)
-    assert choose_restarts(five, torch.float32) == ()
+    assert choose_restarts(five, torch.float32) == choose_restarts(five, torch.float32, side=1024) == ()
+    assert choose_restarts(five, torch.float32, side=1025) == (2,), "see [Note: large matrices in fp32]"
+    assert choose_restarts(five, torch.float64, side=4096) == ()
     assert choose_restarts(resolve_schedule("polar_express", 10), torch.float16) == (2, 5)
 
 
@@ -170,6 +172,7 @@ def test_auto_takes_the_cheaper_form_and_fp32_on_a_cpu():
     assert (recipe(64, 64).form, recipe(64, 64).dtype) == ("standard", torch.float32)
     assert recipe(64, 256).form == "gram"
     assert recipe(64, 256).flops(64, 256) < recipe(64, 64).flops(64, 256)
+    assert (recipe(1024, 4096).restarts, recipe(2048, 8192).restarts) == ((), (2,))
 
 
 @pytest.mark.parametrize(
