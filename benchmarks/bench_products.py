@@ -1,4 +1,4 @@
-"""X·Xᵀ by `symmetric_matmul` beside cuBLAS, for one matrix of many sizes and for stacks.
+"""X·Xᵀ by `symmetric_matmul` beside cuBLAS, for one matrix of many sizes and for stacks; time of the device alone.
 
 python -m benchmarks.bench_products [--repeats 5]
 """
@@ -6,6 +6,7 @@ python -m benchmarks.bench_products [--repeats 5]
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -15,20 +16,30 @@ from meshmuon.bench.measure import milliseconds
 from meshmuon.kernels.symmetric_matmul import symmetric_matmul
 
 SIDES = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
-STACKS = ((64, 1408, 2048), (8, 2048, 8192), (2, 4096, 14336))
+STACKS = ((64, 256, 256), (64, 512, 512), (48, 768, 768), (16, 1024, 1024))
+STACKS += ((64, 1408, 2048), (8, 2048, 8192), (2, 4096, 14336))
 
 
 def compare(shape: tuple[int, int, int], repeats: int) -> tuple[float, float]:
-    """Milliseconds of ours and of cuBLAS, each the median of as many turns."""
+    """Milliseconds of ours and of cuBLAS, each the median of as many turns of a CUDA graph of many calls."""
     x = torch.randn(shape, device="cuda", dtype=torch.float16)
     out = torch.empty(*shape[:-1], shape[-2], device="cuda", dtype=torch.float16)
     calls = max(3, min(200, int(2e13 / x.numel() / shape[1])))
     ways = (partial(symmetric_matmul, x, out=out), partial(torch.bmm, x, x.mT, out=out))
-    for way in ways:
-        way()
-    turns = [[milliseconds(way, "cuda", calls=calls) for way in ways] for _ in range(repeats)]
+    graphs = [_captured(way, calls) for way in ways]
+    turns = [[milliseconds(graph.replay, "cuda") / calls for graph in graphs] for _ in range(repeats)]
     ours, theirs = (median(times) for times in zip(*turns, strict=True))
     return ours, theirs
+
+
+def _captured(way: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    way()  # compiled, and its tables are there
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            way()
+    graph.replay()
+    return graph
 
 
 def main() -> None:
