@@ -53,7 +53,6 @@ class Agreement:
         self._on_their_way: deque[Report] = deque()
         self._limits = Limits()
         self._finder = PeakFinder()
-        self._fused = False
         self._laid_anew = False  # whether gradients lie otherwise than their parameters, as all ranks have found
 
     def check(
@@ -97,8 +96,7 @@ class Agreement:
         if not at_once and not peers.alone:
             for item in watched:
                 item.refused = item.refused or _came_late(item)
-        self._fused = fused
-        report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device)
+        report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device, fused=fused)
         if at_once:
             self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
             return Verdict(go=self._account(report, watched, peers), present=report.present)
@@ -113,9 +111,10 @@ class Agreement:
         found_inf: Tensor | None,
         unscale: Tensor | None,
         device: torch.device,
+        fused: bool,
     ) -> Report:
         if self._policy != "ignore":
-            finder = self._finder if self._fused else None
+            finder = self._finder if fused else None
             bad = unusable(watched, self._limits.on(device, watched), unscale, finder=finder)
         else:
             bad = torch.zeros(len(watched), dtype=torch.bool, device=device)
@@ -136,7 +135,7 @@ class Agreement:
         if device.type == "cpu":
             if bool(beyond[4]) or bool(beyond[5]):
                 peers.meet(again=True)  # names what differs
-                return self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device)
+                return self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device, fused=fused)
             if bool(beyond[2]):
                 self._raise_refusal(watched, refused)
         else:  # nothing is written, and it is reported with the others when the answer has arrived

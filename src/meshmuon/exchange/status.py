@@ -11,11 +11,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.crew import share
+from meshmuon.kernels.crew import share_elementwise
 from meshmuon.kernels.peaks import PeakFinder, can_find
 
 _LARGEST = 2**31 - 1
-_LARGE = 2**21  # numbers that are worth the while of several threads on a CPU
 
 
 class Row(IntEnum):
@@ -96,17 +95,17 @@ def unusable(
     Returns:
         One bool per parameter.
     """
-    alike: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, PeakFinder | None], list[int]] = {}
     for i, item in enumerate(watched):
         grad = item.grad
         if grad is not None and grad.numel():
-            by_kernel = finder is not None and can_find(grad)
-            alike.setdefault((grad.device, grad.dtype, by_kernel), []).append(i)
+            chosen = finder if finder is not None and can_find(grad) else None
+            alike.setdefault((grad.device, grad.dtype, chosen), []).append(i)
     device, found = limits.device, None
-    for (_, dtype, by_kernel), indices in alike.items():
+    for (_, dtype, chosen), indices in alike.items():
         wide = torch.promote_types(dtype, torch.float32)
         grads = [grad for i in indices if (grad := watched[i].grad) is not None]
-        peak = finder.find(grads) if finder is not None and by_kernel else _peaks(grads)
+        peak = _peaks(grads) if chosen is None else chosen.find(grads)
         peak = peak.to(device, wide, non_blocking=device.type == "cuda")
         peak = peak if unscale is None else peak * unscale.to(device, peak.dtype)
         if len(indices) == len(watched):
@@ -122,8 +121,8 @@ def _peaks(grads: list[Tensor]) -> Tensor:
     """Give the largest magnitude in each; NaN if there is one."""
     device = grads[0].device
     if device.type == "cpu":
-        large = sum(grad.numel() for grad in grads) > _LARGE
-        return torch.stack(share(_peak, grads, device=device, large=large))
+        numbers = sum(grad.numel() for grad in grads)
+        return torch.stack(share_elementwise(_peak, grads, device=device, numbers=numbers))
     return torch.stack(torch._foreach_norm(grads, float("inf")))
 
 

@@ -203,7 +203,9 @@ __device__ __forceinline__ void load_items(
     Ring ring, const TensorMap& a, const TensorMap& b, const TensorMap& c, const int4* items, int first, int last,
     uint32_t rank, int steps, bool add) {
   int4 item = items[2 * first + rank];
-  wait_for_kernel_before();  // all that is read or written comes after what is loaded here
+  // What is read or written comes after what is loaded here; blocks that load nothing write nothing, and the grid cannot
+  // end before those that wait. Tables and maps were there long before.
+  wait_for_kernel_before();
   for (int index = first; index < last; ++index) {
     const int4 following = items[2 * min(index + 1, last - 1) + rank];
     const bool idle = item.w & kIdle, shared = item.w & kShared;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.availability import check_runnable
+from meshmuon.errors import message
+from meshmuon.kernels.availability import check_runnable, has_triton, is_interpreted
 from meshmuon.kernels.elementwise import triton_dtype
 from meshmuon.kernels.launching import launch
 
@@ -19,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_find(tensor: Tensor) -> bool:
-    """Say whether the kernel can read a tensor: one piece of memory without holes, in any order of dims.
+    """Say whether the kernel can read a tensor: on a GPU, one piece of memory without holes, in any order of dims.
 
     Args:
         tensor: Not empty.
@@ -27,7 +29,8 @@ def can_find(tensor: Tensor) -> bool:
     Returns:
         Whether.
     """
-    return tensor.dtype in _DTYPES and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    reachable = tensor.is_cuda or (has_triton() and is_interpreted())
+    return reachable and tensor.dtype in _DTYPES and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 class PeakFinder:
@@ -37,7 +40,7 @@ class PeakFinder:
         self._tables: dict[tuple[torch.device, torch.dtype], _Table] = {}
 
     def find(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Give the largest magnitude in each tensor; NaN if there is one.
+        """Give the largest magnitude in each tensor; NaN if there is one. Checked on first use on a device.
 
         Args:
             tensors: On one device and of one dtype, such as `can_find` takes.
@@ -48,6 +51,7 @@ class PeakFinder:
         Raises:
             ModuleNotFoundError: If Triton is not installed.
             ValueError: If they are not on a GPU.
+            RuntimeError: If the kernel is wrong there.
         """
         first = tensors[0]
         check_runnable("peaks", first)
@@ -55,6 +59,7 @@ class PeakFinder:
         sizes = [tensor.numel() for tensor in tensors]
         table = self._tables.get(kind)
         if table is None or table.sizes != sizes:
+            _check(first.device)
             table = self._tables[kind] = _Table(sizes, first.device)
         return table.find([tensor.data_ptr() for tensor in tensors], first.dtype)
 
@@ -66,25 +71,37 @@ class _Table:
         self.sizes = sizes
         programs = [-(-size // (_BLOCK * _BLOCKS)) for size in sizes]
         *firsts, self._programs = accumulate(programs, initial=0)
-        owners = torch.arange(len(sizes), dtype=torch.int32, device="cpu").repeat_interleave(torch.tensor(programs))
+        repeats = torch.tensor(programs, device="cpu")
+        owners = torch.arange(len(sizes), dtype=torch.int32, device="cpu").repeat_interleave(repeats)
         self._owners = _moved(owners, device)
         self._spans = _moved(torch.tensor([firsts, sizes], dtype=torch.int64, device="cpu"), device)
-        self._addresses: list[int] = []
-        self._on_device = self._spans  # replaced before it is read
+        self._addresses: tuple[list[int], Tensor] | None = None
 
     def find(self, addresses: list[int], dtype: torch.dtype) -> Tensor:
         from meshmuon.kernels import elementwise_tiles as tiles
 
         device = self._owners.device
-        if addresses != self._addresses:
-            self._on_device = _moved(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
-            self._addresses = addresses
+        if self._addresses is None or self._addresses[0] != addresses:
+            self._addresses = addresses, _moved(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
         bits = torch.zeros(len(addresses), dtype=torch.int32, device=device)
         aligned = all(address % 16 == 0 for address in addresses)
-        arguments: tuple[Any, ...] = (self._owners, self._spans, self._on_device, bits, len(addresses))
+        arguments: tuple[Any, ...] = (self._owners, self._spans, self._addresses[1], bits, len(addresses))
         constants = (triton_dtype(dtype), aligned, _BLOCK, _BLOCKS)
         launch(tiles.peak_kernel, self._programs, arguments, constants, num_warps=8)
         return bits.view(torch.float32)
+
+
+@functools.cache
+def _check(device: torch.device) -> None:
+    """Compare with torch, once on a device: a wrong answer would stop or spoil every step."""
+    tensors = [torch.linspace(-3.0, size, size, device=device) for size in (5, 40_000, 3)]
+    tensors[2][1] = torch.nan
+    found = _Table([tensor.numel() for tensor in tensors], device).find([t.data_ptr() for t in tensors], torch.float32)
+    wanted = torch.stack([tensor.abs().max() for tensor in tensors])
+    if not torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0)):
+        text = f"{found.tolist()} instead of {wanted.tolist()} on {device}"
+        do = 'Do not train with it: use Orthogonalizer(kernels="torch"), and report this'
+        raise RuntimeError(message("kernel peaks", found=text, do=do))
 
 
 def _moved(numbers: Tensor, device: torch.device) -> Tensor:

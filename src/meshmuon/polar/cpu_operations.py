@@ -58,7 +58,8 @@ class CpuOperations(TorchOperations):
         out = torch.empty_like(x) if out is None else out
 
         def write(rows: slice) -> None:
-            out[:, rows] = torch.bmm(factor[:, rows], x)
+            for left, right, result in zip(factor, x, out, strict=True):
+                torch.mm(left[rows], right, out=result[rows])  # nothing beside the result
 
         share(write, _panels(factor.shape[1]), device=x.device)
         return out
@@ -78,6 +79,18 @@ def _symmetric(x: Tensor, up_to_diagonal: Callable[[slice], Tensor]) -> Tensor:
 
     share(write, _panels(m), device=whole.device)
     return whole
+
+
+def count_panels(rows: int) -> int:
+    """Count the parts that threads can share of a product with so many rows.
+
+    Args:
+        rows: Of the result.
+
+    Returns:
+        How many; 1 if it is not cut.
+    """
+    return len(_panels(rows)) if rows >= PANELS_FROM else 1
 
 
 def _panels(m: int) -> list[slice]:

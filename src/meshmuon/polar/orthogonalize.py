@@ -21,7 +21,7 @@ from meshmuon.kernels.crew import share
 from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.cpu_operations import PANELS_FROM, CpuOperations
+from meshmuon.polar.cpu_operations import CpuOperations, count_panels
 from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
@@ -37,9 +37,8 @@ _OPERATIONS: dict[tuple[str, bool], Operations] = {
 }
 _CPU_OPERATIONS = CpuOperations()
 _DEFAULT_WORKSPACE = 2**30
-_CACHED_NUMBERS = (
-    2**18
-)  # of Gram matrices that one thread of a CPU takes at a time: 1 MB in fp32, so that they stay near
+# Numbers of Gram matrices that a thread of a CPU takes at a time: 1 MB in fp32, so that they stay near it.
+_CACHED_NUMBERS = 2**18
 _LARGE = 2**26  # multiplications that are worth the while of several threads: half a millisecond
 LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
 _ORDINARY_NORMS = (2.0**-30, 2.0**30)  # whose squares stay far from fp32's ends
@@ -140,10 +139,11 @@ def _by_threads(x: Tensor, recipe: Recipe) -> Tensor:
     Large ones that are too few for all threads are taken one after the other: then threads share their panels.
     """
     batch, m, n = x.shape
-    threads = torch.get_num_threads()
-    result = x.new_empty(batch, cost.padded(m), cost.padded(n), dtype=recipe.dtype)
-    whole = batch if m < PANELS_FROM else batch - batch % threads
-    at_once = min(max(1, _CACHED_NUMBERS // m**2), math.ceil(batch / threads))
+    threads, rows = torch.get_num_threads(), cost.padded(m)
+    result = x.new_empty(batch, rows, cost.padded(n), dtype=recipe.dtype)
+    few = batch % threads if count_panels(rows) > batch % threads else 0
+    whole = batch - few
+    at_once = min(max(1, _CACHED_NUMBERS // rows**2), math.ceil(batch / threads))
 
     def start(first: int, count: int = 1) -> Tensor:
         return _normalised_by_torch(x[first : first + count], recipe)

@@ -9,11 +9,12 @@ they are what the iteration lifts. trace(x·xᵀ) is the squared norm, so that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from meshmuon.kernels.crew import share
 from meshmuon.polar.gram import factor, split_at
 from meshmuon.polar.operations import TorchOperations
 from meshmuon.polar.orthogonalize import LARGEST_EXPONENT, power_of_two
@@ -37,7 +38,8 @@ def local_gram(x: Tensor) -> tuple[Tensor, Tensor]:
     scale, exponent = power_of_two(wide)
     scaled = wide * scale
     precise = scaled.to(torch.float64) if scaled.device.type == "cpu" else scaled  # summed before it is rounded
-    return torch.bmm(precise, precise.mT).to(torch.float32), exponent.to(torch.float32).flatten()
+    gram = _one_thread_each(lambda one: torch.bmm(one, one.mT), precise)
+    return gram.to(torch.float32), exponent.to(torch.float32).flatten()
 
 
 def added_grams(grams: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -72,6 +74,14 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
     inverse = torch.where(square > 0, square.rsqrt(), torch.ones_like(square))
     # Factors in fp32 are iterated on in fp64: m×m is small, and squares of small singular values need the room.
     r = (gram * inverse.square()[:, None, None]).to(torch.float64 if recipe.dtype == torch.float32 else torch.float32)
+    if r.device.type != "cpu":
+        return _factors(r, recipe), inverse.to(torch.float32)
+    found = share(lambda one: _factors(one, recipe), r.split(1), device=r.device)
+    return [torch.cat(each) for each in zip(*found, strict=True)], inverse.to(torch.float32)
+
+
+def _factors(r: Tensor, recipe: Recipe) -> list[Tensor]:
+    """One factor for each segment."""
     factors = []
     for segment in split_at(recipe.schedule, recipe.restarts):
         q = factor(r, segment, _OPERATIONS)
@@ -81,7 +91,7 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
         factors.append(q)
         wide = q.to(r.dtype)  # as the ranks will apply it
         r = torch.bmm(torch.bmm(wide, r), wide)
-    return factors, inverse.to(torch.float32)
+    return factors
 
 
 def apply_factors(x: Tensor, factors: Sequence[Tensor], *, inverse: Tensor, exponent: Tensor) -> Tensor:
@@ -101,5 +111,14 @@ def apply_factors(x: Tensor, factors: Sequence[Tensor], *, inverse: Tensor, expo
     between = torch.float32 if x.device.type == "cpu" else factors[0].dtype
     y = (x.to(torch.float32) * scale[:, None, None] * inverse[:, None, None]).to(between)
     for q in factors:
-        y = torch.bmm(q.to(between), y)
+        y = _one_thread_each(torch.bmm, q.to(between), y)
     return y.to(factors[0].dtype)
+
+
+def _one_thread_each(product: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
+    """Multiply stacks; on a CPU matrix by matrix. See [Note: one product, one thread] in kernels/crew.py."""
+    device = stacks[0].device
+    if device.type != "cpu":
+        return product(*stacks)
+    matrices = zip(*(stack.split(1) for stack in stacks), strict=True)
+    return torch.cat(share(lambda each: product(*each), matrices, device=device))

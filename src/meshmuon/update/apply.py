@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from meshmuon.config import LRRule, WeightDecayMode
-from meshmuon.kernels.crew import share
+from meshmuon.kernels.crew import share_elementwise
 from meshmuon.update.scale import scale_factor
-from meshmuon.update.tensors import LARGE, MatrixTensors, at_least_fp32, math_dtype
+from meshmuon.update.tensors import MatrixTensors, at_least_fp32, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def apply_update_(matrices: Iterable[MatrixTensors], directions: Tensor, rule: A
     """
     active = [item for item in matrices if item.active]
     work = partial(_apply_one_, directions=directions, rule=rule)
-    share(work, active, device=directions.device, large=directions.numel() > LARGE)
+    share_elementwise(work, active, device=directions.device, numbers=directions.numel())
 
 
 def _apply_one_(item: MatrixTensors, *, directions: Tensor, rule: ApplyRule) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.crew import share
-from meshmuon.update.tensors import LARGE, MatrixTensors, math_dtype
+from meshmuon.kernels.crew import share_elementwise
+from meshmuon.update.tensors import MatrixTensors, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def update_momentum_(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Mo
         rule: The numbers of this step.
     """
     work = functools.partial(_update_one_, inputs=inputs, rule=rule)
-    share(work, matrices, device=inputs.device, large=inputs.numel() > LARGE)
+    share_elementwise(work, matrices, device=inputs.device, numbers=inputs.numel())
 
 
 def _update_one_(item: MatrixTensors, *, inputs: Tensor, rule: MomentumRule) -> None:

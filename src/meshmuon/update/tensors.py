@@ -10,8 +10,6 @@ from torch import Tensor
 
 from meshmuon.layout.records import Matrix, Place
 
-LARGE = 2**19  # numbers of a bucket whose element-wise work is worth the while of several threads on a CPU
-
 
 @dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
 class MatrixTensors:

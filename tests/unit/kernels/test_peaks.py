@@ -62,11 +62,31 @@ def test_a_finder_follows_gradients_that_move_or_change_their_number():
             assert finder.find(tensors).tolist() == [float(t.abs().max()) for t in tensors]
         return moved.call_count
 
+    finder.find(tensors[:1])  # checked
     assert [finds(), finds(), finds()] == [3, 0, 0], "owners, spans and addresses, once"
     tensors[0] = tensors[0].clone() * 2
     assert finds() == 1, "only addresses have changed"
     tensors.append(random(70_000))
     assert finds() == 3
+
+
+def test_a_wrong_kernel_is_refused_before_its_answer_counts():
+    peaks._check.cache_clear()
+    with (
+        mock.patch.object(peaks, "launch", side_effect=lambda *given, **options: None),
+        pytest.raises(RuntimeError, match="kernel peaks"),
+    ):
+        PeakFinder().find([random(5)])
+    assert PeakFinder().find([torch.ones(5)]).item() == 1.0
+
+
+def test_a_default_device_changes_nothing():
+    with torch.device("meta"):
+        finder = PeakFinder()
+    tensors = [random(5), random(40_000)]
+    with torch.device("meta"):
+        found = finder.find(tensors)
+    assert found.tolist() == [float(t.abs().max()) for t in tensors]
 
 
 def watched(grads):

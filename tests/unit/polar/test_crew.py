@@ -1,19 +1,27 @@
 """Several matrices at a time on a CPU, each by one thread: who does what may not show in any bit."""
 
 import contextlib
+import functools
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
+from tests.distributed.memory import LiveBytes
 
-from meshmuon import Muon, orthogonalize
+from meshmuon import Muon, Orthogonalizer, orthogonalize
 from meshmuon.kernels import crew
 from meshmuon.kernels.crew import share
-from meshmuon.polar import cpu_operations
+from meshmuon.polar import cpu_operations, sharded_gram
+from meshmuon.polar import orthogonalize as whole
+from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.cpu_operations import PANELS_FROM, CpuOperations
 from meshmuon.polar.operations import TorchOperations
+from meshmuon.polar.recipe import choose_recipe
 
 CPU = torch.device("cpu")
 
@@ -96,25 +104,88 @@ def test_an_error_is_raised_when_nobody_works_any_more(threads, large):
     assert share(abs, [-1], device=CPU) == [1], "and it goes on"
 
 
-def test_ctrl_c_waits_for_what_was_begun(monkeypatch):
+def test_ctrl_c_waits_for_what_was_begun():
     ended = []
 
     def work(i):
+        if i == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.05)
         ended.append(i)
 
-    def interrupted(self, timeout=None):
-        raise KeyboardInterrupt
-
     with using(2):
-        share(abs, [1, 2], device=CPU)  # the threads are there
-        with monkeypatch.context() as patch:
-            patch.setattr("concurrent.futures.Future.result", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                share(work, range(100), device=CPU)
+        with pytest.raises(KeyboardInterrupt):
+            share(work, range(100), device=CPU)
         count = len(ended)
         time.sleep(0.15)
-        assert len(ended) == count <= 4
+        assert len(ended) == count <= 6
+
+
+def test_ctrl_c_at_any_moment_waits_for_nobody_who_has_ended():
+    """The interrupt may come when the last one has just ended: nothing is left to be told then."""
+    for after in (0.0, 0.001, 0.002, 0.005):
+
+        def work(i, after=after):
+            if i == 3:
+                time.sleep(after)
+                signal.raise_signal(signal.SIGINT)  # noticed by the main thread when it runs again
+
+        def shared(work=work):
+            share(work, range(4), device=CPU)
+            time.sleep(0.5)  # at the latest here
+
+        with using(2), pytest.raises(KeyboardInterrupt):
+            shared()
+
+
+def test_a_thread_that_outlives_the_main_one_goes_on():
+    program = """
+import threading, time, torch
+from meshmuon.kernels.crew import share
+torch.set_num_threads(2)
+
+def late():
+    threading.main_thread().join()
+    print(share(abs, [-1, -2, -3], device=torch.device("cpu")))
+
+threading.Thread(target=late).start()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "[1, 2, 3]"), ran.stderr
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_leaves_nothing_changed(monkeypatch):
+    plain, started = threading.Thread.start, []
+
+    def start(self):
+        if self.name.startswith("meshmuon-") and len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(self.name)
+        plain(self)
+
+    with using(4), monkeypatch.context() as patch:
+        patch.setattr(crew, "_crew", functools.cache(crew._crew.__wrapped__))
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            share(abs, [1, 2], device=CPU)
+        patch.undo()
+        seen = []
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [4]
+
+
+def test_work_that_changes_the_number_of_threads_does_not_wait_for_itself():
+    def outer(i):
+        torch.set_num_threads(2)
+        try:
+            return share(abs, [-i, -1], device=CPU)
+        finally:
+            torch.set_num_threads(1)
+
+    with using(2):
+        assert share(outer, range(3), device=CPU) == [[0, 1], [1, 1], [2, 1]]
 
 
 @pytest.mark.parametrize("large", [True, False])
@@ -258,6 +329,71 @@ def test_a_panel_ends_at_the_diagonal(monkeypatch):
     assert sum(counted) == 512**3 * 5 // 8
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gram_route_has_its_bits_on_any_number_of_threads_too(dtype):
+    how = Orthogonalizer(form="gram", dtype=dtype)
+    schedule = resolve_schedule("polar_express", 5)
+    recipe = choose_recipe(
+        96, 1000, schedule=schedule, orthogonalizer=how, device=CPU, dtype=torch.float32, eps=1e-7
+    ).in_gram_space()
+    x = random(2, 96, 1000)
+
+    def found(number):
+        with using(number):
+            gram, exponent = sharded_gram.local_gram(x)
+            factors, inverse = sharded_gram.find_factors(gram.double(), recipe)
+            return [gram, *factors, sharded_gram.apply_factors(x, factors, inverse=inverse, exponent=exponent)]
+
+    for number in (2, 3):
+        for ours, alone in zip(found(number), found(1), strict=True):
+            assert torch.equal(ours, alone)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"), [("gram", (1, 384, 3072)), ("standard", (1, 384, 3072)), ("gram", (4, 384, 768))]
+)
+def test_panels_stay_within_the_planned_memory(form, shape, monkeypatch):
+    """Counted in every thread: a dispatch mode does not come along by itself."""
+    _, m, n = shape
+    how = Orthogonalizer(form=form, restarts=(2,) if form == "gram" else "auto")
+    schedule = resolve_schedule("polar_express", 5)
+    recipe = choose_recipe(m, n, schedule=schedule, orthogonalizer=how, device=CPU, dtype=torch.float32, eps=1e-7)
+    counter, lock, counting = LiveBytes(), threading.RLock(), threading.local()
+
+    def counted(work, items, **options):
+        def watched(item):
+            if getattr(counting, "here", False):
+                return work(item)
+            counting.here = True
+            try:
+                with counter:
+                    return work(item)
+            finally:
+                counting.here = False
+
+        return share(watched, items, **options)
+
+    plain, forget = LiveBytes.__torch_dispatch__, LiveBytes._forget
+
+    def dispatched(self, *given, **named):
+        with lock:
+            return plain(self, *given, **named)
+
+    def forgotten(self, *given):
+        with lock:
+            return forget(self, *given)
+
+    monkeypatch.setattr(LiveBytes, "__torch_dispatch__", dispatched)
+    monkeypatch.setattr(LiveBytes, "_forget", forgotten)
+    for module in (cpu_operations, whole):
+        monkeypatch.setattr(module, "share", counted)
+    with using(4), counter:
+        counting.here = True
+        whole.orthogonalize_stack([torch.ones(shape)], recipe)
+        counting.here = False
+    assert 0 < counter.peak <= shape[0] * recipe.workspace_bytes(m, n)
+
+
 def test_few_large_matrices_share_their_panels(monkeypatch):
     calls = []
     plain = cpu_operations.share
@@ -273,6 +409,13 @@ def test_few_large_matrices_share_their_panels(monkeypatch):
         calls.clear()
         orthogonalize(random(2, PANELS_FROM, PANELS_FROM))
         assert set(calls) == {(False, 1)}, "one for each: every thread has panels of its own"
+    calls.clear()
+    with using(4):
+        orthogonalize(random(2, PANELS_FROM, PANELS_FROM))
+        assert set(calls) == {(True, 4)}, "two are fewer than the panels of one"
+        calls.clear()
+        orthogonalize(random(3, PANELS_FROM, PANELS_FROM))
+        assert set(calls) == {(False, 1)}, "three are not"
 
 
 def test_small_work_wakes_nobody(monkeypatch):
