@@ -1,11 +1,10 @@
 """A matrix gives the same bits alone, in any batch, misaligned, in transposed storage, and with any thread count."""
 
-import contextlib
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.threads import using
 
 from meshmuon import Muon, orthogonalize
 
@@ -24,16 +23,6 @@ SHAPES = [
 ]
 
 
-@contextlib.contextmanager
-def threads(number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def misaligned(x, offset):
     flat = torch.empty(x.numel() + offset)
     return flat[offset:].view(x.shape).copy_(x)
@@ -43,7 +32,7 @@ def appearances(x, form):
     """The same matrix in every dress it may come in."""
     others = torch.randn(7, *x.shape, generator=torch.Generator().manual_seed(9))
     for count in (1, 2):
-        with threads(count):
+        with using(count):
             yield "alone", orthogonalize(x, form=form)
             for offset in (1, 2, 3):
                 yield f"misaligned by {offset}", orthogonalize(misaligned(x, offset), form=form)
@@ -78,7 +67,7 @@ def test_without_the_canonical_entry_bits_do_differ(shape):
 
     results = []
     for count in (1, 2):
-        with threads(count):
+        with using(count):
             for seed in range(8):
                 x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
                 results.append(plain(x))
@@ -121,9 +110,9 @@ def test_parameters_keep_their_bits_in_any_company(dtype):
         for p, q in zip(together, alone, strict=True):
             p.grad = torch.randn(p.shape, generator=generator).to(dtype)
             q.grad = p.grad.clone()
-        with threads(2):
+        with using(2):
             one.step()
-        with threads(1):
+        with using(1):
             for opt in many:
                 opt.step()
     for p, q, opt in zip(together, alone, many, strict=True):

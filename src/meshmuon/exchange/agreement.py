@@ -28,6 +28,7 @@ from meshmuon.exchange.peers import Peers
 from meshmuon.exchange.report import ELSEWHERE, Report
 from meshmuon.exchange.status import Limits, Row, Watched, number_of, status, unusable
 from meshmuon.kernels.peaks import PeakFinder
+from meshmuon.kernels.self_check import check_peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ class Agreement:
     ) -> Report:
         if self._policy != "ignore":
             finder = self._finder if fused else None
+            if fused:
+                check_peaks(device)
             bad = unusable(watched, self._limits.on(device, watched), unscale, finder=finder)
         else:
             bad = torch.zeros(len(watched), dtype=torch.bool, device=device)

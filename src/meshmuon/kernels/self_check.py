@@ -32,6 +32,19 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
         check_kernel(name, device, dtype)
 
 
+@functools.cache
+def check_peaks(device: torch.device) -> None:
+    """Check the one kernel that runs before the others: a wrong answer would stop or spoil every step.
+
+    Args:
+        device: Where.
+
+    Raises:
+        RuntimeError: If it is wrong there.
+    """
+    check_kernel("peaks", device, torch.float32)
+
+
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:
     """Run one kernel on a small problem and compare it with torch.
 

@@ -30,12 +30,12 @@ from meshmuon.polar.recipe import Recipe, choose_recipe
 
 # By products, and whether they are batch-invariant: torch's on a GPU are made so by taking one matrix at a time.
 _OPERATIONS: dict[tuple[str, bool], Operations] = {
+    ("threads", False): CpuOperations(),  # torch's on a CPU, which are invariant
     ("torch", False): TorchOperations(),
     ("torch", True): TorchOperations(),
     ("triton", False): KernelOperations(),
     ("triton", True): KernelOperations(invariant=True),
 }
-_CPU_OPERATIONS = CpuOperations()
 _DEFAULT_WORKSPACE = 2**30
 # Numbers of Gram matrices that a thread of a CPU takes at a time: 1 MB in fp32, so that they stay near it.
 _CACHED_NUMBERS = 2**18
@@ -195,8 +195,8 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
-    by_threads = _takes_threads(recipe, start[0].device)
-    operations = _CPU_OPERATIONS if by_threads else _OPERATIONS[recipe.kernels.products, recipe.invariant]
+    products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
+    operations = _OPERATIONS[products, recipe.invariant]
     if recipe.form == "gram":
         iterate = folded_gram_newton_schulz if recipe.folded else gram_newton_schulz
         return iterate(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out)

@@ -1,6 +1,5 @@
 """Several matrices at a time on a CPU, each by one thread: who does what may not show in any bit."""
 
-import contextlib
 import functools
 import os
 import signal
@@ -12,6 +11,7 @@ import time
 import pytest
 import torch
 from tests.distributed.memory import LiveBytes
+from tests.threads import using
 
 from meshmuon import Muon, Orthogonalizer, orthogonalize
 from meshmuon.kernels import crew
@@ -30,16 +30,6 @@ CPU = torch.device("cpu")
 def threads(request):
     with using(request.param):
         yield request.param
-
-
-@contextlib.contextmanager
-def using(number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def random(*shape, dtype=torch.float32):
