@@ -1,4 +1,4 @@
-"""Symmetric products by clusters of thread blocks: the bits of the Triton kernel. Run with `pytest -m gpu`."""
+"""Products by clusters of thread blocks, single and as programs. Run with `pytest -m gpu`."""
 
 import importlib.util
 import threading
@@ -9,8 +9,15 @@ import torch
 
 from meshmuon.kernels import clusters
 from meshmuon.kernels import symmetric_matmul as module
+from meshmuon.kernels.agenda import Product, Result
 from meshmuon.kernels.configs import TileConfig
 from meshmuon.kernels.symmetric_matmul import symmetric_matmul, symmetric_matmul_with
+from meshmuon.polar import program as programs
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
+from meshmuon.polar.kernel_operations import KernelOperations
+from meshmuon.polar.newton_schulz import newton_schulz
+from meshmuon.polar.program import write_program
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -36,8 +43,11 @@ def symmetric(*shape, dtype, seed):
 def by_clusters(a, b=None, *, alpha=1.0, beta=0.0, c=None, gamma=0.0, out=None):
     if out is None:
         out = torch.full((*a.shape[:-1], a.shape[-2]), float("nan"), dtype=a.dtype, device="cuda")
-    assert clusters.can_run(a.device, a.dtype, batch=len(a), m=a.shape[1])
-    clusters.ClusterLaunch(a, b, c, out)(alpha, beta, gamma)
+    result = Result(a.shape[1], a.shape[1], mirrored=True)
+    assert clusters.can_run(a.device, a.dtype, batch=len(a), results=(result,))
+    product = Product(a=0, b=0 if b is None else 1, c=None if c is None else 2, d=3, mirrored=True)
+    stacks = [a, a if b is None else b, out if c is None else c, out]
+    clusters.ClusterLaunch([product], stacks).scaled(alpha, beta, gamma)
     return out
 
 
@@ -162,3 +172,120 @@ def test_a_chain_that_begins_early_reads_nothing_too_early(batch):
     assert careful.isfinite().all() and careful.abs().max() > 1e-3
     for _ in range(20):
         assert torch.equal(chain(lambda: None), careful)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "m", "n"), [(1, 16, 16), (3, 200, 328), (2, 144, 64), (1, 1000, 4096), (48, 768, 768), (2, 1408, 2048)]
+)
+def test_a_whole_product(batch, m, n, dtype):
+    a, x = random(batch, m, m, dtype=dtype), random(batch, m, n, dtype=dtype, seed=1)
+    c = random(batch, m, n, dtype=dtype, seed=2)
+    for product, stacks, wide in (
+        (Product(0, 1, None, 2, False), [a, x], a.double() @ x.double()),
+        (Product(0, 1, 2, 3, False, alpha=0.5, beta=-2.0), [a, x, c], 0.5 * (a.double() @ x.double()) - 2 * c.double()),
+    ):
+        got = torch.full_like(x, float("nan"))
+        clusters.ClusterLaunch([product], [*stacks, got])()
+        error = (got.double() - wide).abs().max() / wide.abs().max()
+        assert error < torch.finfo(dtype).eps
+        alone = torch.empty_like(x[:1])
+        clusters.ClusterLaunch([product], [*(stack[-1:] for stack in stacks), alone])()
+        assert torch.equal(alone[0], got[-1]), "the same bits alone"
+
+
+FORMS = [("standard", (), False), ("gram", (2,), False), ("gram", (2,), True)]
+SCHEDULE = resolve_schedule("polar_express", 5)
+
+
+def normalised(batch, m, n, dtype=torch.float16):
+    x = random(batch, m, n, dtype=torch.float32)
+    return (x / x.norm(dim=(1, 2), keepdim=True)).to(dtype)
+
+
+def by_program(form, restarts, folded, x):
+    program = write_program(form, SCHEDULE, restarts, folded=folded)
+    assert programs.can_run(program, x)
+    return programs.run_program(program, [x.clone()])
+
+
+class ByClusters(KernelOperations):
+    """Each operation by itself, with whole products by clusters."""
+
+    def apply(self, factor, x, out=None):
+        result = torch.empty_like(x)
+        clusters.ClusterLaunch([Product(0, 1, None, 2, False)], [factor, x, result])()
+        return result
+
+    def congruence(self, factor, halves):
+        high, rest = halves
+        first = self.apply(factor, rest)
+        second = torch.empty_like(first)
+        add = Product(0, 1, 2, 3, False, beta=1.0 / module.REST_SCALE)
+        clusters.ClusterLaunch([add], [factor, high, first, second])()
+        return symmetric_matmul(second, factor)
+
+
+def by_form(form, restarts, folded, x):
+    if form == "standard":
+        return newton_schulz(x, schedule=SCHEDULE, operations=ByClusters())
+    iterate = folded_gram_newton_schulz if folded else gram_newton_schulz
+    return iterate(x, schedule=SCHEDULE, restarts=restarts, operations=ByClusters())
+
+
+@pytest.mark.parametrize(("form", "restarts", "folded"), FORMS)
+@pytest.mark.parametrize(
+    ("batch", "m", "n"),
+    [(1, 256, 512), (3, 272, 304), (48, 768, 768), (5, 1408, 2048), (24, 768, 3072), (2, 2048, 2048)],
+)
+def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, form, restarts, folded):
+    x = normalised(batch, m, n)
+    expected = by_form(form, restarts, folded, x)
+    for _ in range(10):
+        assert torch.equal(by_program(form, restarts, folded, x), expected)
+    with mock.patch.object(programs, "_at_once", return_value=False):
+        assert torch.equal(by_program(form, restarts, folded, x), expected)
+    assert torch.equal(by_program(form, restarts, folded, x[-1:])[0], expected[-1]), "alone"
+    assert not torch.equal(by_program(form, restarts, folded, x.flip(0) * 0.99), expected)
+
+
+def test_a_captured_program_has_the_same_bits_with_other_data():
+    x = normalised(40, 768, 768)
+    program = write_program("standard", SCHEDULE, (), folded=False)
+    programs.run_program(program, [x.clone()])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = programs.run_program(program, [x.clone()])
+    x.copy_(x.flip(0).clone())
+    for _ in range(5):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, by_program("standard", (), False, x))
+
+
+def test_programs_on_two_streams_at_once():
+    """Both want the whole GPU, and neither may hold a part of it while it waits for the rest."""
+    ones = [normalised(40, 640, 512), normalised(24, 512, 768)]
+    expected = [by_program("standard", (), False, one) for one in ones]
+    streams = [torch.cuda.Stream() for _ in ones]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for one, stream in zip(ones, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(by_program("standard", (), False, one))
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_program_takes_the_memory_it_says():
+    x = normalised(24, 768, 3072)
+    program = write_program("gram", SCHEDULE, (2,), folded=True)
+    programs.run_program(program, [x.clone()])
+    torch.cuda.synchronize()
+    given = [x.clone()]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    programs.run_program(program, given)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= 2 * 24 * (program.held(768, 3072) - 768 * 3072) + 2**20

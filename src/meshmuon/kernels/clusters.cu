@@ -1,10 +1,17 @@
-// D = alpha A B^T + beta C + gamma I for products known to be symmetric, in 16 bits with fp32 sums, on Hopper (sm_90a).
+// Products of stacks of matrices, one after the other in a single launch, in 16 bits with fp32 sums, on Hopper (sm_90a):
+//   D = alpha A B^T + beta C + gamma I where that is known to be symmetric: one triangle is computed, and mirrored;
+//   D = alpha A B + beta C             where it is not.
 //
-// Tiles are 128x128, of the lower triangle. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles
-// of one column: each loads its own rows of A, and half of the rows of B for both. In a block, one thread loads, and two
-// groups of 128 threads take turns: while one multiplies its tile, the other rounds and stores the one before. So the
-// tensor cores never wait for a result to be written. What is multiplied passes through a ring of slots in shared memory;
-// so does C, in a slot of its own behind the last one of its tile.
+// Tiles are 128x128. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles of one column: each
+// loads its own rows of A, and half of B for both. In a block, one thread loads, and two groups of 128 threads take turns:
+// while one multiplies its tile, the other rounds and stores the one before. So the tensor cores never wait for a result
+// to be written. What is multiplied passes through a ring of slots in shared memory; so does C, in a slot of its own
+// behind the last one of its tile.
+//
+// A product may read what one before it wrote. For each matrix a counter in memory says how many tiles are written, of all
+// products so far; who loads waits until it says enough. Nobody waits for tiles that come later in the list of items, so
+// that somebody can always go on, as long as all blocks are there at the same time. Between the products of one matrix
+// come those of others: then nobody waits at all, and there is no pause between two products.
 //
 // The design is that of NVIDIA's CUTLASS for Hopper ("ping-pong" kernels: https://github.com/NVIDIA/cutlass).
 //
@@ -19,8 +26,20 @@ constexpr uint32_t kBoxBytes = 64 * 64 * 2;       // 64 rows of 64 numbers, each
 constexpr uint32_t kTileBytes = 2 * kBoxBytes;    // 128 rows
 constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 columns of C
 constexpr int kShared = 1, kIdle = 2;             // flags of an item: B is the other block's too; there is nothing to do
+constexpr int kProductShift = 8;                  // what is left of an item's flags is the number of its product
+constexpr int kMostMaps = 12, kMostProducts = 48;
 
-struct Scale { float alpha, beta, gamma; };
+struct Product {
+  unsigned char a, b, c, d;  // numbers of their maps
+  unsigned char mirrored, add, awaited, unused;
+  int rows, cols, steps;     // of D; and of the inner dimension, 64 numbers each
+  int after;                 // tiles of this matrix that have to be written before
+  float alpha, beta, gamma;
+};
+struct Program {
+  TensorMap maps[kMostMaps];
+  Product products[kMostProducts];
+};
 
 // ---- what C++ has no words for
 
@@ -87,10 +106,24 @@ __device__ __forceinline__ void store(const TensorMap& to, uint32_t from, int co
 }
 __device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// The tensor cores' view of an operand: rows of 128 bytes, swizzled, groups of eight rows 1024 bytes apart.
+// What the copy engine wrote here, it may read there: the fences are for its own view of memory.
+__device__ __forceinline__ void count_up(int* counter) {
+  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_for_count(const int* counter, int enough) {
+  int count;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  } while (count < enough);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// The tensor cores' view of an operand: rows of 128 bytes, swizzled, groups of eight rows 1024 bytes apart. Of a B whose
+// rows run along the inner dimension, 64 columns are in one box, and the next 64 in the box behind it.
 __device__ __forceinline__ uint64_t operand(uint32_t address) {
-  return (uint64_t)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return (uint64_t)((address & 0x3FFFF) >> 4) | ((uint64_t)(kBoxBytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
 template <int LEFT> __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
@@ -103,8 +136,8 @@ __device__ __forceinline__ void settle(float (&t)[64]) {
 
 #define SUMS_4(i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
-// 64x128 sums, 16 numbers of k; `keep` adds to what is there.
-__device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
+// 64x128 sums, 16 numbers of k; `keep` adds to what is there. B^T is in shared memory, or B itself.
+template <bool TURNED> __device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -114,10 +147,10 @@ __device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b,
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 0;\n"
+      "%64, %65, p, 1, 1, 0, %67;\n"
       "}\n"
       : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48)
-      : "l"(a), "l"(b), "r"((int)keep));
+      : "l"(a), "l"(b), "r"((int)keep), "n"(TURNED ? 1 : 0));
 }
 
 __device__ __forceinline__ uint32_t rounded(float low, float high) {
@@ -187,57 +220,164 @@ struct Ring {
 // Where eight numbers of a row begin: the swizzle that the copy engine and the tensor cores agree on.
 __device__ __forceinline__ uint32_t place(int row, int eighth) { return row * 128 + ((eighth ^ (row & 7)) << 4); }
 
-// The strict upper part of a box on the diagonal comes from its own mirror image: D = D^T bit for bit.
+// Of the 8x8 blocks on the diagonal, the strict upper part comes from their mirror images: D = D^T bit for bit.
 __device__ __forceinline__ void complete_diagonal(uint32_t box, uint32_t mirror, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < 64 * 64; i += 128) {
-    const int row = i >> 6, col = i & 63;
-    const uint32_t number = place(row, col >> 3) + 2 * (col & 7);
+#pragma unroll
+  for (int i = thread; i < 8 * 64; i += 128) {
+    const int eighth = i >> 6, row = (i >> 3) & 7, col = i & 7;
+    const uint32_t number = place(8 * eighth + row, eighth) + 2 * col;
     if (col > row) put_number(box + number, get_number(mirror + number));
   }
 }
 
-// ---- the thread that loads
+// ---- what a warp goes through: the same for all its threads, and said so
 
-__device__ __forceinline__ void load_items(
-    Ring ring, const TensorMap& a, const TensorMap& b, const TensorMap& c, const int4* items, int first, int last,
-    uint32_t rank, int steps, bool add) {
-  int4 item = items[2 * first + rank];
-  // What is read or written comes after what is loaded here; blocks that load nothing write nothing, and the grid cannot
-  // end before those that wait. Tables and maps were there long before.
-  wait_for_kernel_before();
-  for (int index = first; index < last; ++index) {
-    const int4 following = items[2 * min(index + 1, last - 1) + rank];
-    const bool idle = item.w & kIdle, shared = item.w & kShared;
-    for (int step = 0; step < steps; ++step) {
-      ring.wait_empty();
+struct Item {
+  int matrix, row, col, flags;
+  __device__ __forceinline__ bool idle() const { return flags & kIdle; }
+  __device__ __forceinline__ bool shared() const { return flags & kShared; }
+  __device__ __forceinline__ int product() const { return flags >> kProductShift; }
+};
+struct Agenda {
+  const int4* items;
+  int first, last;
+  uint32_t rank;
+  __device__ __forceinline__ Item at(int index) const {
+    const int4 item = items[2 * min(index, last - 1) + rank];
+    return {uniform(item.x), uniform(item.y), uniform(item.z), uniform(item.w)};
+  }
+};
+__device__ __forceinline__ bool leads() { return (threadIdx.x & 31) == 0; }
+
+// ---- the warp that waits for products before, far ahead of the one that loads
+
+__device__ __forceinline__ void scout(Agenda agenda, const Program& program, const int* written, uint32_t progress) {
+  for (int index = agenda.first; index < agenda.last; ++index) {
+    const Item item = agenda.at(index);
+    const Product& product = program.products[item.product()];
+    if (!leads()) continue;
+    if (product.after && !item.idle()) wait_for_count(written + item.matrix, product.after);
+    asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(progress), "r"(index + 1) : "memory");
+  }
+}
+__device__ __forceinline__ void wait_for_scout(uint32_t progress, int index) {
+  int reached;
+  do {
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(reached) : "r"(progress) : "memory");
+  } while (reached <= index);
+}
+
+// ---- the warp that loads
+
+__device__ __forceinline__ void load_tile(Ring& ring, const Program& program, const Product& product, Item item, uint32_t rank) {
+  const TensorMap &a = program.maps[product.a], &b = program.maps[product.b];
+  const bool turned = !product.mirrored;
+  const int steps = product.steps, across = item.col + (item.shared() ? 64 * rank : 0);
+  int col = turned ? across : 0, row = turned ? 0 : across;
+  for (int step = 0; step < steps; ++step, ring.next()) {
+    ring.wait_empty();
+    if (leads()) {
       const uint32_t barrier = ring.full_here(), to = ring.here(), to_b = to + kTileBytes;
-      if (idle) {
-        barrier_arrive(barrier);
+      barrier_expect(barrier, kSlotBytes);
+      load(to, a, barrier, 64 * step, item.row, item.matrix);
+      load(to + kBoxBytes, a, barrier, 64 * step, item.row + 64, item.matrix);
+      if (item.shared()) {
+        load_for_both(to_b + rank * kBoxBytes, b, barrier, col, row, item.matrix);
       } else {
-        barrier_expect(barrier, kSlotBytes);
-        load(to, a, barrier, 64 * step, item.y, item.x);
-        if (shared) {
-          load_for_both(to_b + rank * kBoxBytes, b, barrier, 64 * step, item.z + 64 * rank, item.x);
-        } else {
-          load(to_b, b, barrier, 64 * step, item.z, item.x);
-          load(to_b + kBoxBytes, b, barrier, 64 * step, item.z + 64, item.x);
+        load(to_b, b, barrier, col, row, item.matrix);
+        load(to_b + kBoxBytes, b, barrier, turned ? col + 64 : col, turned ? row : row + 64, item.matrix);
+      }
+    }
+    col += turned ? 0 : 64;
+    row += turned ? 64 : 0;
+  }
+}
+
+__device__ __forceinline__ void load_added(Ring& ring, const TensorMap& c, Item item) {
+  ring.wait_empty();
+  if (leads()) {
+    barrier_expect(ring.full_here(), kSlotBytes);
+#pragma unroll
+    for (int box = 0; box < 4; ++box) {
+      const int col = item.col + 64 * (box / 2), row = item.row + 64 * (box % 2);
+      load(ring.here() + box * kBoxBytes, c, ring.full_here(), col, row, item.matrix);
+    }
+  }
+  ring.next();
+}
+
+__device__ __forceinline__ void load_nothing(Ring& ring, int slots) {
+  for (int i = 0; i < slots; ++i, ring.next()) {
+    ring.wait_empty();
+    if (leads()) barrier_arrive(ring.full_here());
+  }
+}
+
+__device__ __forceinline__ void load_items(Ring ring, Agenda agenda, const Program& program, bool scouted, uint32_t progress) {
+  Item following = agenda.at(agenda.first);
+  for (int index = agenda.first; index < agenda.last; ++index) {
+    const Item item = following;
+    following = agenda.at(index + 1);
+    const Product& product = program.products[item.product()];
+    if (item.idle()) {
+      load_nothing(ring, product.steps + product.add);
+      continue;
+    }
+    if (scouted) wait_for_scout(progress, index);
+    load_tile(ring, program, product, item, agenda.rank);
+    if (product.add) load_added(ring, program.maps[product.c], item);
+  }
+}
+
+// ---- a warp that stores what a group has put into its staging memory: boxes 64x64, side by side or mirrored
+
+struct Staging {
+  uint32_t boxes;  // two of 8 KB
+  int number;      // of the group
+  __device__ __forceinline__ void wait_free() const { threads_sync(7 + number, 160); }
+  __device__ __forceinline__ void give_free() const { threads_arrive(7 + number, 160); }
+  __device__ __forceinline__ void wait_staged() const { threads_sync(5 + number, 160); }
+  __device__ __forceinline__ void give_staged() const { threads_arrive(5 + number, 160); }
+};
+// Where the box number 0...3 of a tile begins, and whether it is computed: what is above the diagonal is not.
+struct Box {
+  int row, col;
+  bool there;
+  __device__ __forceinline__ Box(int number, Item item, const Product& product)
+      : row(item.row + 64 * (number / 2)), col(item.col + 64 * (number % 2)),
+        there(row < product.rows && (product.mirrored ? col <= row : col < product.cols)) {}
+};
+
+__device__ __forceinline__ void store_items(Staging staging, Agenda agenda, const Program& program, int* written) {
+  const uint32_t left = staging.boxes, right = staging.boxes + kBoxBytes;
+  staging.give_free();
+  for (int index = agenda.first + staging.number; index < agenda.last; index += 2) {
+    const Item item = agenda.at(index);
+    if (item.idle()) continue;
+    const Product& product = program.products[item.product()];
+    const TensorMap& d = program.maps[product.d];
+    for (int number = 0; number < 4; number += product.mirrored ? 1 : 2) {
+      const Box box(number, item, product), next(number + 1, item, product);
+      if (!box.there) continue;
+      staging.wait_staged();
+      if (leads()) {
+        store(d, left, box.col, box.row, item.matrix);
+        if (product.mirrored) {
+          if (box.row != box.col) store(d, right, box.row, box.col, item.matrix);
+        } else if (next.there) {
+          store(d, right, next.col, next.row, item.matrix);
         }
+        stores_commit();
+        stores_read();
       }
-      ring.next();
+      __syncwarp();
+      staging.give_free();
     }
-    if (add) {
-      ring.wait_empty();
-      if (idle) {
-        barrier_arrive(ring.full_here());
-      } else {
-        barrier_expect(ring.full_here(), kSlotBytes);
-        load(ring.here(), c, ring.full_here(), item.z, item.y, item.x);
-        load(ring.here() + kTileBytes, c, ring.full_here(), item.z + 64, item.y, item.x);
-      }
-      ring.next();
+    if (product.awaited && leads()) {
+      stores_done();
+      count_up(written + item.matrix);
     }
-    item = following;
+    __syncwarp();
   }
 }
 
@@ -245,7 +385,7 @@ __device__ __forceinline__ void load_items(
 
 struct Group {
   Ring ring;
-  uint32_t staging;   // 8 KB for a box of results, 8 KB for its mirror image
+  Staging staging;
   int number, thread;  // of the group; in the group
   uint32_t out[64];    // rounded results: 16 pairs for each of four boxes
 
@@ -268,26 +408,28 @@ struct Group {
     }
   }
 
-  template <bool FIRST> __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) {
+  template <bool TURNED, bool FIRST> __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) {
+    constexpr int kStep = TURNED ? 16 * 128 >> 4 : 16 * 2 >> 4;  // 16 rows, or 16 numbers of a row
     ring.wait_full();
     const uint64_t a = operand(ring.here()), b = operand(ring.here() + kTileBytes);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      multiply(top, a + 2 * part, b + 2 * part, !(FIRST && part == 0));
-      multiply(bottom, a + (kBoxBytes >> 4) + 2 * part, b + 2 * part, !(FIRST && part == 0));
+      const bool keep = !(FIRST && part == 0);
+      multiply<TURNED>(top, a + 2 * part, b + kStep * part, keep);
+      multiply<TURNED>(bottom, a + (kBoxBytes >> 4) + 2 * part, b + kStep * part, keep);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
   // All products of a tile are under way afterwards; gives the slot that the last ones still read.
-  __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], int steps) {
-    start<true>(top, bottom);
+  template <bool TURNED> __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], int steps) {
+    start<TURNED, true>(top, bottom);
     int previous = ring.slot;
     ring.next();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      start<false>(top, bottom);
+      start<TURNED, false>(top, bottom);
       products_wait<1>();
       release(previous);
       previous = ring.slot;
@@ -297,133 +439,188 @@ struct Group {
   }
 
   // A box of 64x64 sums: scaled, added to, and rounded once.
-  template <int BOX> __device__ __forceinline__ void round(float (&t)[64], int4 item, Scale scale, bool add) {
+  template <int BOX> __device__ __forceinline__ void round(float (&t)[64], Item item, const Product& product) {
     constexpr int kHalf = BOX / 2, kSide = BOX % 2;
-    const bool diagonal = item.y + 64 * kHalf == item.z + 64 * kSide;
+    const bool diagonal = item.row + 64 * kHalf == item.col + 64 * kSide;
     const uint32_t box = ring.here() + kSide * kTileBytes + kHalf * kBoxBytes;  // of C
     const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
-    const float low_one = (lane >> 2) == 2 * (lane & 3) ? scale.gamma : 0.0f;
-    const float high_one = (lane >> 2) == 2 * (lane & 3) + 1 ? scale.gamma : 0.0f;
+    const float alpha = product.alpha, beta = product.beta;
+    const float low_one = (lane >> 2) == 2 * (lane & 3) ? product.gamma : 0.0f;
+    const float high_one = (lane >> 2) == 2 * (lane & 3) + 1 ? product.gamma : 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       const bool here = diagonal && j == 2 * warp;  // this warp's rows meet the diagonal in these columns
       uint32_t added[4];
-      if (add) get_blocks(box + place(16 * warp + 8 * (block & 1) + (lane & 7), j + (block >> 1)), added);
+      if (product.add) get_blocks(box + place(16 * warp + 8 * (block & 1) + (lane & 7), j + (block >> 1)), added);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int sum = 32 * kSide + 4 * j + 2 * i;
         const bool one = (i == 0 || i == 3) && here;
-        float low = __fmaf_rn(scale.alpha, t[sum], one ? low_one : 0.0f);
-        float high = __fmaf_rn(scale.alpha, t[sum + 1], one ? high_one : 0.0f);
-        if (add) {
+        float low = __fmaf_rn(alpha, t[sum], one ? low_one : 0.0f);
+        float high = __fmaf_rn(alpha, t[sum + 1], one ? high_one : 0.0f);
+        if (product.add) {
           float c_low, c_high;
           widened(added[i], c_low, c_high);
-          low = __fmaf_rn(scale.beta, c_low, low);
-          high = __fmaf_rn(scale.beta, c_high, high);
+          low = __fmaf_rn(beta, c_low, low);
+          high = __fmaf_rn(beta, c_high, high);
         }
         out[16 * BOX + 2 * j + i] = rounded(low, high);
       }
     }
   }
 
-  // Written where it belongs and mirrored, by the copy engine. Every element has one writer.
-  template <int BOX> __device__ __forceinline__ void write(const TensorMap& d, int4 item, int m) {
-    const int row = item.y + 64 * (BOX / 2), col = item.z + 64 * (BOX % 2);
-    if (col > row || row >= m) return;
-    const uint32_t box = staging, mirror = staging + kBoxBytes;
-    const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
-    if (thread == 0) stores_read();  // those before
-    sync();
+  // Eighths of a box: 8x8 blocks of rows (this warp's two) and of columns (two at a time).
+  template <int BOX> __device__ __forceinline__ void put(uint32_t to) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) put_blocks(to + direct_place(j), out + 16 * BOX + 2 * j);
+  }
+  template <int BOX> __device__ __forceinline__ void put_mirrored(uint32_t to) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) put_blocks_transposed(to + mirror_place(j), out + 16 * BOX + 2 * j);
+  }
+  // On the diagonal, blocks below it go to both places of one box; everything else where it does no harm.
+  template <int BOX> __device__ __forceinline__ void put_diagonal(uint32_t box, uint32_t aside) {
+    const int block = (thread & 31) >> 3, row = 2 * (thread >> 5) + (block & 1);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-      const uint32_t* pairs = out + 16 * BOX + 2 * j;
-      put_blocks(box + place(16 * warp + 8 * (block & 1) + (lane & 7), j + (block >> 1)), pairs);
-      put_blocks_transposed(mirror + place(8 * (j + (block >> 1)) + (lane & 7), 2 * warp + (block & 1)), pairs);
+      const int col = j + (block >> 1);
+      put_blocks((col <= row ? box : aside) + direct_place(j), out + 16 * BOX + 2 * j);
+      put_blocks_transposed((col < row ? box : aside) + mirror_place(j), out + 16 * BOX + 2 * j);
     }
-    if (row == col) {
-      sync();
-      complete_diagonal(box, mirror, thread);
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     sync();
-    if (thread == 0) {
-      store(d, box, col, row, item.x);
-      if (row != col) store(d, mirror, row, col, item.x);
-      stores_commit();
+    complete_diagonal(box, aside, thread);
+  }
+  __device__ __forceinline__ uint32_t direct_place(int j) const {
+    const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
+    return place(16 * warp + 8 * (block & 1) + (lane & 7), j + (block >> 1));
+  }
+  __device__ __forceinline__ uint32_t mirror_place(int j) const {
+    const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
+    return place(8 * (j + (block >> 1)) + (lane & 7), 2 * warp + (block & 1));
+  }
+  __device__ __forceinline__ void stage() const {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    staging.give_staged();
+  }
+
+  // Written where it belongs and mirrored. Every element has one writer.
+  template <int BOX> __device__ __forceinline__ void write_mirrored(Item item, const Product& product) {
+    const Box box(BOX, item, product);
+    if (!box.there) return;
+    const uint32_t direct = staging.boxes, mirror = staging.boxes + kBoxBytes;
+    staging.wait_free();
+    if (box.row == box.col) {
+      put_diagonal<BOX>(direct, mirror);
+    } else {
+      put<BOX>(direct);
+      put_mirrored<BOX>(mirror);
+    }
+    stage();
+  }
+  // Two boxes side by side, where nothing is mirrored.
+  template <int BOX> __device__ __forceinline__ void write_whole(Item item, const Product& product) {
+    if (!Box(BOX, item, product).there) return;
+    staging.wait_free();
+    put<BOX>(staging.boxes);
+    put<BOX + 1>(staging.boxes + kBoxBytes);
+    stage();
+  }
+
+  __device__ __forceinline__ void write(Item item, const Product& product) {
+    if (product.mirrored) {
+      write_mirrored<0>(item, product);
+      write_mirrored<1>(item, product);
+      write_mirrored<2>(item, product);
+      write_mirrored<3>(item, product);
+    } else {
+      write_whole<0>(item, product);
+      write_whole<2>(item, product);
     }
   }
 };
 
-// items: for each pair of tiles, (matrix, row, column, flags) of either block. starts: where each cluster's items begin.
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) symmetric_product(
-    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap c,
-    const __grid_constant__ TensorMap d, const int4* items, const int* starts, int m, int steps, int add, float alpha,
-    float beta, float gamma) {
+// items: for each pair of tiles, (matrix, row, column, flags and product) of either block. starts: where each cluster's
+// items begin. written: for each matrix, how many of its tiles are, from zero on; null where no product waits for another.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+    run_program(const __grid_constant__ Program program, const int4* items, const int* starts, int* written) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Ring ring;
   ring.slots = (uint32_t)__cvta_generic_to_shared(memory);
   const uint32_t staging = ring.slots + kSlots * kSlotBytes;
   ring.full = staging + 4 * kBoxBytes;
   ring.empty = ring.full + 8 * kSlots;
+  const uint32_t progress = ring.empty + 8 * kSlots;
   const uint32_t rank = rank_in_cluster();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(ring.full + 8 * i, 1);
       barrier_init(ring.empty + 8 * i, 2);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    fetch(a), fetch(b), fetch(c), fetch(d);
+    asm volatile("fence.mbarrier_init.release.cluster;\nst.shared.s32 [%0], 0;" ::"r"(progress) : "memory");
+    const Product& product = program.products[0];
+    fetch(program.maps[product.a]), fetch(program.maps[product.b]), fetch(program.maps[product.d]);
   }
   let_next_kernel_begin();
   __syncthreads();
   cluster_sync();
   const int cluster = blockIdx.x >> 1;
-  const int first = uniform(starts[cluster]), last = uniform(starts[cluster + 1]);
+  const Agenda agenda = {items, uniform(starts[cluster]), uniform(starts[cluster + 1]), rank};
+  const int first = agenda.first, last = agenda.last;
   const int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0 && first < last) load_items(ring, a, b, c, items, first, last, rank, steps, add);
+    const int warp = uniform(threadIdx.x >> 5);
+    if (warp < 2) wait_for_kernel_before();  // what else is read or written comes after; tables and maps were there
+    if (first == last) {
+    } else if (warp == 0) {
+      load_items(ring, agenda, program, written != nullptr, progress);
+    } else if (warp == 1) {
+      if (written) scout(agenda, program, written, progress);
+    } else {
+      store_items({staging + (warp - 2) * 2 * kBoxBytes, warp - 2}, agenda, program, written);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Group group;
     group.ring = ring;
     group.number = role - 1;
     group.thread = threadIdx.x & 127;
-    group.staging = staging + group.number * 2 * kBoxBytes;
-    const Scale scale = {alpha, beta, gamma};
-    const int slots = steps + (add ? 1 : 0);  // that a tile takes
+    group.staging = {staging + group.number * 2 * kBoxBytes, group.number};
     float top[64], bottom[64];
-    for (int index = first + group.number; index < last; index += 2) {
-      const int4 item = items[2 * index + rank];
-      group.ring.go_to((index - first) * slots);
+    int position = 0;  // in the ring, of all that was loaded before
+    for (int index = first; index < last; ++index) {
+      const Item item = agenda.at(index);
+      const Product& product = program.products[item.product()];
+      const int here = position;
+      position += product.steps + product.add;
+      if (((index - first) & 1) != group.number) continue;
+      group.ring.go_to(here);
       if (index > first) group.take_turn();
-      if (item.w & kIdle) {
-        group.pass(slots);
+      if (item.idle()) {
+        group.pass(product.steps + product.add);
         if (index + 1 < last) group.give_turn();
         continue;
       }
-      const int unreleased = group.accumulate(top, bottom, steps);
-      if (add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
+      const int unreleased = product.mirrored ? group.accumulate<false>(top, bottom, product.steps)
+                                              : group.accumulate<true>(top, bottom, product.steps);
+      if (product.add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
       if (index + 1 < last) group.give_turn();
       products_wait<0>();
       settle(top);
       settle(bottom);
       group.release(unreleased);
-      group.round<0>(top, item, scale, add);
-      group.round<1>(top, item, scale, add);
-      group.round<2>(bottom, item, scale, add);
-      group.round<3>(bottom, item, scale, add);
-      if (add) {
+      group.round<0>(top, item, product);
+      group.round<1>(top, item, product);
+      group.round<2>(bottom, item, product);
+      group.round<3>(bottom, item, product);
+      if (product.add) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // C has been read, and may be overwritten
         group.sync();
         group.release(group.ring.slot);
       }
-      group.write<0>(d, item, m);
-      group.write<1>(d, item, m);
-      group.write<2>(d, item, m);
-      group.write<3>(d, item, m);
+      group.write(item, product);
     }
-    if (group.thread == 0) stores_read();
+    if (first < last) group.staging.wait_free();  // all is stored
   }
   cluster_sync();  // no block may leave while the other one can still signal to it
 }

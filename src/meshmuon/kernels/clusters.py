@@ -9,107 +9,36 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Sequence
 from importlib import resources
-from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshmuon.errors import message, warn_user
+from meshmuon.kernels.agenda import TILE, Product, Result, share_out, tiles_before
 from meshmuon.kernels.availability import is_interpreted, launching_on
-from meshmuon.kernels.cuda import Function, TensorMap, compile_source
+from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_source, describe_stack
 
-TILE = 128
 STEP = 64  # numbers of the inner dimension at a time
-_BAND = 16  # tile rows walked together, column by column: their operands stay in L2
 _THREADS = 384
-_SHARED_BYTES = 6 * 2 * TILE * STEP * 2 + 4 * STEP * STEP * 2 + 2 * 6 * 8  # ring, staging, barriers
-_SHARED, _IDLE = 1, 2  # flags, as in clusters.cu
+_SHARED_BYTES = 6 * 2 * TILE * STEP * 2 + 4 * STEP * STEP * 2 + 2 * 6 * 8 + 8  # ring, staging, barriers, progress
+MOST_STACKS, MOST_PRODUCTS = 12, 48  # as in clusters.cu
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-class Item(NamedTuple):
-    """What one thread block of a pair computes.
-
-    Attributes:
-        matrix: Which one of the stack.
-        row: Of the tile's first element.
-        col: Of the tile's first element.
-        flags: Whether the pair shares the operand of its column; whether there is nothing to compute.
-    """
-
-    matrix: int
-    row: int
-    col: int
-    flags: int
-
-
-def pair_up(batch: int, m: int) -> list[tuple[Item, Item]]:
-    """Cut the lower triangles of a stack into tiles, two at a time.
-
-    Tiles of one column go together as far as possible; what is left of odd columns goes together unshared.
-
-    Args:
-        batch: Number of matrices.
-        m: Their side.
-
-    Returns:
-        For each pair, what its two blocks compute; every tile once.
-    """
-    sides = -(-m // TILE)
-    pairs: list[tuple[Item, Item]] = []
-    waiting: Item | None = None
-    for matrix in range(batch):
-        shared, single = [], []
-        for col in range(sides):
-            rows = list(range(col, sides))
-            if len(rows) % 2:
-                single.append((rows.pop(), col))
-            shared += [(row // _BAND, col, row) for row in rows[::2]]
-        for _, col, row in sorted(shared):
-            first, second = (Item(matrix, TILE * r, TILE * col, _SHARED) for r in (row, row + 1))
-            pairs.append((first, second))
-        for row, col in single:
-            item = Item(matrix, TILE * row, TILE * col, 0)
-            if waiting is None:
-                waiting = item
-            else:
-                pairs.append((waiting, item))
-                waiting = None
-    if waiting is not None:
-        pairs.append((waiting, Item(0, 0, 0, _IDLE)))
-    return pairs
-
-
-def share_out(batch: int, m: int, clusters: int) -> tuple[list[Item], list[int]]:
-    """Give each of so many clusters its pairs.
-
-    Args:
-        batch: Number of matrices.
-        m: Their side.
-        clusters: How many.
-
-    Returns:
-        What the blocks compute, two by two, cluster by cluster; and where each cluster's pairs begin, and the end.
-    """
-    pairs = pair_up(batch, m)
-    parts = [pairs[cluster::clusters] for cluster in range(clusters)]  # those side by side run at the same time
-    starts = list(accumulate(map(len, parts), initial=0))
-    return list(chain.from_iterable(chain.from_iterable(parts))), starts
-
-
 _Tables = tuple[Tensor, Tensor]
-_Key = tuple[torch.device, torch.dtype, int, int]
+_Key = tuple[torch.device, torch.dtype, int, tuple[Result, ...]]
 _tables: dict[_Key, _Tables] = {}  # kept: there are few shapes, and graphs know addresses
 _lock = threading.Lock()
 
 
 def _tables_of(key: _Key, clusters: int) -> _Tables:
-    device, _, batch, m = key
+    device, _, batch, results = key
     with _lock:
         if key not in _tables:
-            numbers = share_out(batch, m, clusters)
+            numbers = share_out(batch, results, clusters)
             items, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
             _tables[key] = items, starts
         return _tables[key]
@@ -127,7 +56,7 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
         source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
         cubin = compile_source(source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
         with launching_on(device):
-            function = Function(cubin, "symmetric_product", shared_bytes=_SHARED_BYTES)
+            function = Function(cubin, "run_program", shared_bytes=_SHARED_BYTES)
             clusters = function.clusters_at_once(2, _THREADS)
         if clusters < 1:
             raise RuntimeError("not one cluster fits on this device")
@@ -139,23 +68,33 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
         return found
 
 
-def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int) -> bool:
+def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tuple[Result, ...]) -> bool:
     """Say whether products of this kind can run in clusters now.
 
     Args:
         device: Where.
         dtype: Of the operands.
         batch: Number of matrices.
-        m: Side of the result.
+        results: Of the products.
 
     Returns:
         Whether. Not while a CUDA graph is captured that would be the first to ask: then nothing may be uploaded.
     """
-    if _impossible(device, dtype):
-        return False
-    if (device, dtype, batch, m) not in _tables and torch.cuda.is_current_stream_capturing():
-        return False
-    return not isinstance(_kernel(device, dtype), str)
+    known = (device, dtype, batch, results) in _tables
+    return is_available(device, dtype) and (known or not torch.cuda.is_current_stream_capturing())
+
+
+def is_available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether anything can run in clusters there. The first time, it is compiled.
+
+    Args:
+        device: Where.
+        dtype: Of the operands.
+
+    Returns:
+        Whether.
+    """
+    return not _impossible(device, dtype) and not isinstance(_kernel(device, dtype), str)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
@@ -176,7 +115,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _impossible(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cuda" or is_interpreted() or not _is_hopper(device):
+    if device.type != "cuda" or not torch.cuda.is_available() or is_interpreted() or not _is_hopper(device):
         return "not on a Hopper GPU"
     return "" if dtype in _NAMES else f"products in {dtype}"
 
@@ -186,46 +125,86 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+class _Described(ctypes.Structure):
+    """A product as clusters.cu knows it."""
+
+    _fields_ = (
+        *((name, ctypes.c_ubyte) for name in ("a", "b", "c", "d", "mirrored", "add", "awaited", "unused")),
+        *((name, ctypes.c_int) for name in ("rows", "cols", "steps", "after")),
+        *((name, ctypes.c_float) for name in ("alpha", "beta", "gamma")),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (
+        ("maps", ctypes.c_ubyte * (MAP_BYTES * MOST_STACKS)),
+        ("products", _Described * MOST_PRODUCTS),
+    )
+
+
+def results_of(products: Sequence[Product], shapes: Sequence[tuple[int, ...]]) -> tuple[Result, ...]:
+    """Give the shapes of what a program computes.
+
+    Args:
+        products: Its products.
+        shapes: (batch, rows, columns) of its stacks.
+
+    Returns:
+        One for each.
+    """
+    return tuple(Result(shapes[product.d][1], shapes[product.d][2], product.mirrored) for product in products)
+
+
 class ClusterLaunch:
     """A launch bound to its memory by address: it keeps no tensor alive.
 
     Args:
-        a: (batch, m, k).
-        b: Of a's shape, or None: a.
-        c: (batch, m, m), or None.
-        d: (batch, m, m), the result.
+        products: What is computed, one after the other.
+        stacks: (batch, rows, columns) each, that the products name by number.
+        written: For each matrix a zero, which counts its tiles. None for a single product.
     """
 
-    def __init__(self, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> None:
-        batch, m, k = a.shape
-        kernel = _kernel(a.device, a.dtype)
+    def __init__(self, products: Sequence[Product], stacks: Sequence[Tensor], written: Tensor | None = None) -> None:
+        device, dtype, batch = stacks[0].device, stacks[0].dtype, len(stacks[0])
+        kernel = _kernel(device, dtype)
         assert not isinstance(kernel, str), "can_run says whether it can"
-        self._device = a.device
-        tables = _tables_of((a.device, a.dtype, batch, m), kernel.clusters)
-        self._maps = (
-            TensorMap(a, rows=TILE),
-            TensorMap(a if b is None else b, rows=TILE // 2),
-            TensorMap(d if c is None else c, rows=TILE),
-            TensorMap(d, rows=TILE // 2),
-        )
-        self._scale = [ctypes.c_float() for _ in range(3)]
-        numbers = [ctypes.c_int(number) for number in (m, -(-k // STEP), c is not None)]
-        pointers = [ctypes.c_void_p(table.data_ptr()) for table in tables]
-        self._values = (*pointers, *numbers, *self._scale)  # these are kept: the arguments are their addresses
-        addresses = [tensor_map.address for tensor_map in self._maps] + [ctypes.addressof(v) for v in self._values]
-        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, arguments)
+        results = results_of(products, [stack.shape for stack in stacks])
+        tables = _tables_of((device, dtype, batch, results), kernel.clusters)
+        self._device = device
+        memory = ctypes.create_string_buffer(ctypes.sizeof(_Program) + MAP_ALIGNMENT)
+        self._program = _Program.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
+        for i, stack in enumerate(stacks):
+            describe_stack(stack, ctypes.addressof(self._program) + i * MAP_BYTES)
+        for i, (product, after) in enumerate(zip(products, tiles_before(results), strict=True)):
+            self._program.products[i] = _described(product, stacks, after=after, last=i == len(products) - 1)
+        counters = None if written is None else written.data_ptr()
+        # These are kept: the arguments are their addresses.
+        self._pointers = [ctypes.c_void_p(p) for p in (tables[0].data_ptr(), tables[1].data_ptr(), counters)]
+        addresses = [ctypes.addressof(each) for each in (self._program, *self._pointers)]
+        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, (ctypes.c_void_p * 4)(*addresses))
 
-    def __call__(self, alpha: float, beta: float, gamma: float) -> None:
-        """Launch it on the current stream.
+    def __call__(self) -> None:
+        """Launch it on the current stream."""
+        with launching_on(self._device):
+            self._launch(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def scaled(self, alpha: float, beta: float, gamma: float) -> None:
+        """Launch it with other coefficients of its first product.
 
         Args:
             alpha: Factor of the product.
             beta: Factor of c.
             gamma: What is added to the diagonal.
         """
-        for value, number in zip(self._scale, (alpha, beta, gamma), strict=True):
-            value.value = number
-        with launching_on(self._device):
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._launch(stream)
+        first = self._program.products[0]
+        first.alpha, first.beta, first.gamma = alpha, beta, gamma
+        self()
+
+
+def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool) -> _Described:
+    _, rows, cols = stacks[product.d].shape
+    steps = -(-stacks[product.a].shape[2] // STEP)
+    adds = product.c is not None
+    names = (product.a, product.b, product.c if adds else product.d, product.d)
+    flags = (product.mirrored, adds, not last, 0)
+    return _Described(*names, *flags, rows, cols, steps, after, product.alpha, product.beta, product.gamma)

@@ -21,8 +21,8 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
-_MAP_BYTES = 128
-_MAP_ALIGNMENT = 64
+MAP_BYTES = 128
+MAP_ALIGNMENT = 64
 
 
 def compile_source(source: str, *, architecture: str, options: Sequence[str] = ()) -> bytes:
@@ -209,23 +209,18 @@ class Launch:
         _succeed(code, "launch")
 
 
-class TensorMap:
-    """A (batch, rows, columns) stack of 16-bit numbers as the copy engine knows it, bound by address.
+def describe_stack(x: Tensor, address: int) -> None:
+    """Describe a (batch, rows, columns) stack of 16-bit numbers to the copy engine, which takes boxes of 64 by 64.
 
     Args:
-        x: The stack: columns side by side, everything else 16-byte aligned.
-        rows: Of the boxes that are copied. They have 64 columns: 128 bytes, swizzled.
+        x: The stack: columns side by side, everything else 16-byte aligned. It is known by its address.
+        address: Where the description goes: `MAP_BYTES` in the memory of this machine, aligned to `MAP_ALIGNMENT`.
     """
-
-    def __init__(self, x: Tensor, *, rows: int) -> None:
-        self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-        start = ctypes.addressof(self._memory)
-        self.address = start + -start % _MAP_ALIGNMENT
-        size = x.element_size()
-        sides = (ctypes.c_uint64 * 3)(*reversed(x.shape))
-        strides = (ctypes.c_uint64 * 2)(x.stride(1) * size, x.stride(0) * size)
-        box, ones = (ctypes.c_uint32 * 3)(64, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
-        where = (ctypes.c_void_p(x.data_ptr()), sides, strides, box, ones)
-        how = (0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0)
-        code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(self.address), _ELEMENTS[x.dtype], 3, *where, *how)
-        _succeed(code, "tensor map")
+    size = x.element_size()
+    sides = (ctypes.c_uint64 * 3)(*reversed(x.shape))
+    strides = (ctypes.c_uint64 * 2)(x.stride(1) * size, x.stride(0) * size)
+    box, ones = (ctypes.c_uint32 * 3)(64, 64, 1), (ctypes.c_uint32 * 3)(1, 1, 1)  # 128 bytes in a row, swizzled
+    where = (ctypes.c_void_p(x.data_ptr()), sides, strides, box, ones)
+    how = (0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0)
+    code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(address), _ELEMENTS[x.dtype], 3, *where, *how)
+    _succeed(code, "tensor map")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshmuon.errors import message
-from meshmuon.kernels import elementwise
+from meshmuon.kernels import clusters, elementwise
+from meshmuon.kernels.agenda import Product, Result
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import Slot, build_tables
@@ -103,6 +104,20 @@ def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return symmetric_matmul(r, alpha=1.5, beta=-2.5, c=r, gamma=3.0), expected
 
 
+def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x·xᵀ and then its product with x, in one launch, where there is such a kernel."""
+    x = _stack(device, dtype) / 8
+    batch, m, n = x.shape
+    results = (Result(m, m, mirrored=True), Result(m, n, mirrored=False))
+    if not clusters.can_run(device, dtype, batch=batch, results=results):
+        return _gram(device, dtype)
+    r, product = x.new_empty(batch, m, m), torch.empty_like(x)
+    products = [Product(a=0, b=0, c=None, d=1, mirrored=True), Product(a=1, b=0, c=None, d=2, mirrored=False)]
+    clusters.ClusterLaunch(products, [x, r, product], torch.zeros(batch, dtype=torch.int32, device=device))()
+    expected = torch.bmm(x.double(), x.double().mT).to(dtype)
+    return product, torch.bmm(expected.double(), x.double())
+
+
 def _slot(device: torch.device) -> tuple[Slot, Tensor]:
     param, buffer, grad = _numbers(device, torch.float32, 3, 80, 48).unbind()
     slot = Slot(
@@ -154,6 +169,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] 
     "symmetric_matmul (gram)": _gram,
     "symmetric_matmul (in halves)": _halves,
     "symmetric_matmul (quadratic)": _quadratic,
+    "one product after the other": _one_after_the_other,
     "update_momentum": _momentum,
     "normalise": _normalise,
     "apply_update": _apply,

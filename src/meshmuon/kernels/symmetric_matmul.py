@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshmuon.errors import message
 from meshmuon.kernels import clusters
+from meshmuon.kernels.agenda import Product, Result
 from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.launching import run
@@ -130,9 +131,16 @@ def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
     if not _uses_tma(config, stacks):
         return partial(_launch_pointers, config, *stacks)
     batch, m, _ = a.shape
-    if config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, m=m):
-        return clusters.ClusterLaunch(a, b, c, d)
+    result = Result(m, m, mirrored=True)
+    if config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, results=(result,)):
+        return _in_clusters(a, b, c, d)
     return _Bound(config, *stacks)
+
+
+def _in_clusters(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> _Launch:
+    product = Product(a=0, b=0 if b is None else 1, c=None if c is None else 2, d=3, mirrored=True)
+    stacks = (a, a if b is None else b, d if c is None else c, d)
+    return clusters.ClusterLaunch([product], stacks).scaled
 
 
 def _stacks(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None) -> _Stacks:

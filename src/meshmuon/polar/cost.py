@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import split_at
@@ -103,6 +105,26 @@ def svd_bytes(m: int, n: int) -> int:
         Bytes.
     """
     return 8 * (5 * m * n + 2 * m * m)
+
+
+def program_bytes(
+    m: int, n: int, *, held: Callable[[int, int], int], dtype: torch.dtype, input_dtype: torch.dtype
+) -> int:
+    """Bound the memory one matrix takes where its products are one program.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        held: The numbers that a program holds of a matrix, the input included.
+        dtype: What products are computed in.
+        input_dtype: Of the packed input.
+
+    Returns:
+        Bytes.
+    """
+    in_place = (m, n) == (padded(m), padded(n)) and dtype.itemsize == input_dtype.itemsize
+    m, n = padded(m), padded(n)
+    return held(m, n) * dtype.itemsize + (0 if in_place else m * n * input_dtype.itemsize)
 
 
 def workspace_bytes(

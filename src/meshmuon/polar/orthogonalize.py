@@ -26,6 +26,7 @@ from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
+from meshmuon.polar.program import can_run, run_program
 from meshmuon.polar.recipe import Recipe, choose_recipe
 
 # By products, and whether they are batch-invariant: torch's on a GPU are made so by taking one matrix at a time.
@@ -195,6 +196,9 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
+    program = recipe.program
+    if program is not None and can_run(program, start[0] if isinstance(start, list) else start):
+        return run_program(program, start)
     products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
     operations = _OPERATIONS[products, recipe.invariant]
     if recipe.form == "gram":

@@ -9,14 +9,16 @@ from typing import Literal
 import torch
 
 from meshmuon.config import Orthogonalizer
+from meshmuon.kernels.clusters import is_available
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import can_fold, choose_restarts, held_small
+from meshmuon.polar.program import Program, write_program
 
-# The short side from which one matrix at a time in cuBLAS costs a step at most 5 % more than many (2.9 % measured at
-# 2048, nothing at 4096, 7 % at 1408: benchmarks/NOTES.md).
-_INVARIANT_FROM = 2048
+# The short side up to which products follow each other in one launch; for larger ones cuBLAS multiplies faster. From
+# here on one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at 4096: NOTES.md).
+_CHAINED_TO = 2048
 # Numbers a CPU takes through a step at a time: 16 MB in fp32. With fewer its threads would wait for each other.
 _CPU_NUMBERS = 2**22
 
@@ -36,6 +38,7 @@ class Recipe:
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
         folded: Whether the Gram form restarts on the Gram matrix alone, and multiplies matrices only at the end.
+        program: All products as one program, for one launch; or None.
     """
 
     schedule: Schedule
@@ -47,6 +50,7 @@ class Recipe:
     kernels: Dispatch
     invariant: bool = False
     folded: bool = False
+    program: Program | None = None
 
     @property
     def fused(self) -> bool:
@@ -82,12 +86,15 @@ class Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
         restarts = choose_restarts(self.schedule, self.dtype)
         kernels = replace(self.kernels, products="torch")
-        return replace(self, form="gram", restarts=restarts, kernels=kernels, invariant=False, folded=False)
+        plain = replace(self, invariant=False, folded=False, program=None)
+        return replace(plain, form="gram", restarts=restarts, kernels=kernels)
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
         if self.form == "svd":
             return cost.svd_bytes(m, n)
+        if self.program is not None:
+            return cost.program_bytes(m, n, held=self.program.held, dtype=self.dtype, input_dtype=self.input_dtype)
         gram = self.form == "gram"
         return cost.workspace_bytes(
             m,
@@ -106,7 +113,8 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
-        kernels = f" {self.kernels.products} kernels" if self.fused else ""
+        launches = " in one launch" if self.program else ""
+        kernels = f" {self.kernels.products} kernels{launches}" if self.fused else ""
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 
@@ -151,17 +159,24 @@ def choose_recipe(
         form = "gram" if gram_flops(folded=folded) < standard else "standard"
     if form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
+    folded = folded and form == "gram"
+    restarts = restarts if form == "gram" else ()
+    program = None
+    if symmetric and m <= _CHAINED_TO and form != "svd" and is_available(device, compute):
+        program = write_program(form, schedule, restarts, folded=folded)
+    free = program is not None or (symmetric and m > _CHAINED_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,
         form=form,
         dtype=compute,
         input_dtype=torch.float64 if dtype == torch.float64 else arrives,
-        restarts=restarts if form == "gram" else (),
-        folded=folded and form == "gram",
+        restarts=restarts,
+        folded=folded,
+        program=program,
         eps=eps,
         kernels=kernels,
-        invariant=device.type != "cpu" and (symmetric and m >= _INVARIANT_FROM if invariant is None else invariant),
+        invariant=device.type != "cpu" and (free if invariant is None else invariant),
     )
 
 

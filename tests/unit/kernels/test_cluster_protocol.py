@@ -1,15 +1,35 @@
 """The hand-shakes of clusters.cu, played through in Python with loads that arrive in any order and threads in any turn.
 
-What is checked: nothing waits for ever, and every product and every sum reads the operands that are meant for it. The
-model follows clusters.cu line by line; whoever changes one changes the other.
+What is checked: nothing waits for ever, and every product and every sum reads the operands that are meant for it, after
+they were written. The model follows clusters.cu line by line; whoever changes one changes the other.
 """
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
-SLOTS, RANKS, GROUPS = 6, 2, 2
+from meshmuon.kernels.agenda import Result, share_out, tiles_before
+
+SLOTS, RANKS, GROUPS, BOXES = 6, 2, 2, 2
+
+
+class Step(NamedTuple):
+    """A product, as a tile of it goes through a block."""
+
+    steps: int
+    add: bool = False
+    after: int = 0
+    awaited: bool = False
+
+
+class Tile(NamedTuple):
+    matrix: int = 0
+    product: int = 0
+    shared: bool = False
+    idle: bool = False
 
 
 @dataclass
@@ -43,36 +63,41 @@ class Barrier:
         return self.phase % 2 != parity
 
 
-@dataclass
-class Turn:
-    """A named barrier on which one group arrives and the other one waits."""
-
-    given: int = 0
-
-
 class Block:
     def __init__(self):
         self.full = [Barrier(1) for _ in range(SLOTS)]
         self.empty = [Barrier(RANKS) for _ in range(SLOTS)]
         self.contents = [{} for _ in range(SLOTS)]
-        self.turns = [Turn() for _ in range(GROUPS)]
+        self.progress = 0
+        # Named barriers on which one side arrives and the other one waits.
+        self.turns, self.free, self.staged = ([0] * GROUPS for _ in range(3))
+        self.staging = [None] * GROUPS
 
 
-class Cluster:
-    """Two blocks, each with a loader and two groups, as generators that give up control wherever hardware may wait."""
+class World:
+    """Clusters of two blocks, each with a loader, a scout, two groups and two that store.
 
-    def __init__(self, items, *, steps, add, seed, slow=(), late_wait=False, turns=True):
-        self.items, self.steps, self.add = items, steps, add
-        self.late_wait, self.turns = late_wait, turns
+    They are generators that give up control wherever hardware may wait, with what they wait for.
+    """
+
+    def __init__(self, program, queues, *, seed, slow=(), late_wait=False, turns=True, scouts=True, early=False):
+        self.program, self.queues = program, queues
+        self.late_wait, self.turns, self.scouts, self.early = late_wait, turns, scouts, early
         self.slow = slow  # parts that arrive only when nothing else can happen
         self.random = random.Random(seed)
-        self.blocks = [Block() for _ in range(RANKS)]
-        self.flying = []  # loads on their way
+        self.flying = []  # loads and stores on their way
         self.read = 0
+        self.counted, self.landed = {}, {}  # tiles of each matrix that are said to be written, and that are
 
     def run(self):
-        actors = [self.loader(rank) for rank in range(RANKS)]
-        actors += [self.group(rank, number) for rank in range(RANKS) for number in range(GROUPS)]
+        actors = []
+        for queue in self.queues:
+            blocks = [Block() for _ in range(RANKS)]
+            for rank in range(RANKS):
+                mine = [pair[rank] for pair in queue]
+                actors += [self.loader(blocks, rank, mine), self.scout(blocks[rank], mine)]
+                for number in range(GROUPS):
+                    actors += [self.group(blocks, rank, number, mine), self.storer(blocks[rank], number, mine)]
         waiting = {}
         while actors or self.flying:
             ready = [actor for actor in actors if waiting.get(actor, lambda: True)()]
@@ -87,106 +112,191 @@ class Cluster:
             if waiting[chosen] is None:
                 actors.remove(chosen)
 
-    def load(self, ranks, slot, part, tag):
+    def load(self, blocks, slot, part, tag):
         def land():
-            for rank in ranks:
-                self.blocks[rank].contents[slot][part] = tag
-                self.blocks[rank].full[slot].complete()
+            for block in blocks:
+                block.contents[slot][part] = tag
+                block.full[slot].complete()
 
         self.flying.append((part, land))
 
-    def loader(self, rank):
-        block, position = self.blocks[rank], 0
-        for index, pair in enumerate(self.items):
-            for step in range(self.steps + self.add):
+    def loader(self, blocks, rank, tiles):
+        block, position = blocks[rank], 0
+        for index, tile in enumerate(tiles):
+            product = self.program[tile.product]
+            if self.scouts and not tile.idle:
+                yield lambda index=index: block.progress > index
+            if not tile.idle:
+                assert self.landed.get(tile.matrix, 0) >= product.after, "read before it was written"
+            for step in range(product.steps + product.add):
                 slot, parity = position % SLOTS, position // SLOTS % 2
                 yield lambda slot=slot, parity=parity: block.empty[slot].passed(parity ^ 1)
                 position += 1
-                if pair == "idle" and rank == 1:
+                if tile.idle:
                     block.full[slot].arrive()
-                elif step == self.steps:
+                elif step == product.steps:
                     block.full[slot].arrive(expected=1)
-                    self.load([rank], slot, "c", (index, rank))
+                    self.load([block], slot, "c", (index, rank))
                 else:
                     block.full[slot].arrive(expected=3)
-                    self.load([rank], slot, "a", (index, step, rank))
-                    if pair == "shared":
-                        self.load([0, 1], slot, f"b{rank}", (index, step))
+                    self.load([block], slot, "a", (index, step, rank))
+                    if tile.shared:
+                        self.load(blocks, slot, f"b{rank}", (index, step))
                     else:
-                        self.load([rank], slot, "b0", (index, step))
-                        self.load([rank], slot, "b1", (index, step))
+                        self.load([block], slot, "b0", (index, step))
+                        self.load([block], slot, "b1", (index, step))
 
-    def group(self, rank, number):
-        block, slots, last = self.blocks[rank], self.steps + self.add, len(self.items)
-        for index in range(number, last, GROUPS):
-            position = index * slots
+    def scout(self, block, tiles):
+        for index, tile in enumerate(tiles):
+            after = self.program[tile.product].after
+            if after and not tile.idle:
+                yield lambda tile=tile, after=after: self.counted.get(tile.matrix, 0) >= after
+            block.progress = index + 1
+            yield lambda: True
+
+    def group(self, blocks, rank, number, tiles):
+        block, following, last = blocks[rank], 0, len(tiles)
+        for index, tile in enumerate(tiles):
+            product, position = self.program[tile.product], following
+            following += product.steps + product.add
+            if index % GROUPS != number:
+                continue
             if index and self.turns:
-                yield lambda: block.turns[number].given > 0
-                block.turns[number].given -= 1
-            idle = self.items[index] == "idle" and rank == 1
+                yield lambda: block.turns[number] > 0
+                block.turns[number] -= 1
             unread = []
-            for step in range(slots if idle else self.steps):
+            for step in range(product.steps + product.add if tile.idle else product.steps):
                 slot, parity = position % SLOTS, position // SLOTS % 2
                 yield lambda slot=slot, parity=parity: block.full[slot].passed(parity)
                 position += 1
-                if idle:
-                    self.release(slot)
+                if tile.idle:
+                    self.release(blocks, slot)
                     continue
                 self.check_operands(block, slot, index, step, rank)
                 unread.append((slot, step))
                 if len(unread) == 2:
                     yield lambda: True  # the products before are done at some later time
-                    self.finish(block, *unread.pop(0), index, rank)
+                    self.finish(blocks, *unread.pop(0), index, rank)
             slot, parity = position % SLOTS, position // SLOTS % 2
-            adds = self.add and not idle
+            adds = product.add and not tile.idle
             if adds and not self.late_wait:
                 yield lambda slot=slot, parity=parity: block.full[slot].passed(parity)
             if index + 1 < last:
-                block.turns[1 - number].given += 1
-            if idle:
+                block.turns[1 - number] += 1
+            if tile.idle:
                 continue
             yield lambda: True
-            self.finish(block, *unread.pop(), index, rank)
+            self.finish(blocks, *unread.pop(), index, rank)
             if adds:
                 yield lambda slot=slot, parity=parity: block.full[slot].passed(parity)
                 assert block.contents[slot].get("c") == (index, rank), "another tile's C"
                 yield lambda: True  # it is read
                 assert block.contents[slot].get("c") == (index, rank), "C was overwritten"
-                self.release(slot)
+                self.release(blocks, slot)
+            for box in range(BOXES):
+                yield lambda: block.free[number] > 0
+                block.free[number] -= 1
+                block.staging[number] = (index, box)
+                yield lambda: True
+                block.staged[number] += 1
+        yield lambda: block.free[number] > 0
+
+    def storer(self, block, number, tiles):
+        block.free[number] += 1
+        for index in range(number, len(tiles), GROUPS):
+            tile = tiles[index]
+            product = self.program[tile.product]
+            if tile.idle:
+                continue
+            stored = []
+            for box in range(BOXES):
+                yield lambda: block.staged[number] > 0
+                block.staged[number] -= 1
+                assert block.staging[number] == (index, box), "another box"
+                self.flying.append(("d", lambda stored=stored, box=box: stored.append(box)))
+                yield lambda: True  # it is read at some later time
+                assert block.staging[number] == (index, box), "a box was overwritten"
+                block.free[number] += 1
+            if not self.early:
+                yield lambda stored=stored: len(stored) == BOXES
+            if product.awaited:
+                self.landed[tile.matrix] = self.landed.get(tile.matrix, 0) + (len(stored) == BOXES)
+                self.counted[tile.matrix] = self.counted.get(tile.matrix, 0) + 1
 
     def check_operands(self, block, slot, index, step, rank):
         found = block.contents[slot]
         assert found.get("a") == (index, step, rank), "operands of another step"
         assert found.get("b0") == found.get("b1") == (index, step), "operands of another step"
 
-    def finish(self, block, slot, step, index, rank):
-        self.check_operands(block, slot, index, step, rank)
+    def finish(self, blocks, slot, step, index, rank):
+        self.check_operands(blocks[rank], slot, index, step, rank)
         self.read += 1
-        self.release(slot)
+        self.release(blocks, slot)
 
-    def release(self, slot):
-        for block in self.blocks:
+    def release(self, blocks, slot):
+        for block in blocks:
             block.empty[slot].arrive()
 
 
-ITEMS = ["shared", "shared", "apart", "shared", "apart", "shared", "shared", "idle"]
+SHARED, APART = (Tile(shared=True),) * 2, (Tile(),) * 2
+PAIRS = [SHARED, SHARED, APART, SHARED, APART, SHARED, SHARED, (Tile(), Tile(idle=True))]
 
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("steps", [1, 4, 5, 6, 7, 13])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_everything_is_read_once_and_in_time(steps, add, count):
-    for seed, slow in enumerate([(), (), (), ("c",), ("a",), ("b0",), ("b1",), ("b0", "c")]):
-        cluster = Cluster(ITEMS[-count:], steps=steps, add=add, seed=seed, slow=slow)
-        cluster.run()
-        assert cluster.read == (RANKS * count - 1) * steps
+    for seed, slow in enumerate([(), (), (), ("c",), ("a",), ("b0",), ("b1",), ("b0", "c"), ("d",)]):
+        world = World([Step(steps, add)], [PAIRS[-count:]], seed=seed, slow=slow)
+        world.run()
+        assert world.read == (RANKS * count - 1) * steps
 
 
 def test_the_turn_may_not_go_on_before_c_is_there():
     with pytest.raises(AssertionError, match="of another step"):
-        Cluster(ITEMS, steps=7, add=True, seed=0, slow=["c"], late_wait=True).run()
+        World([Step(7, add=True)], [PAIRS], seed=0, slow=["c"], late_wait=True).run()
 
 
 def test_without_turns_slots_are_taken_twice():
     with pytest.raises(AssertionError, match="of another step"):
-        Cluster(ITEMS, steps=7, add=True, seed=0, turns=False).run()
+        World([Step(7, add=True)], [PAIRS], seed=0, turns=False).run()
+
+
+def program_of(batch, clusters):
+    """A standard step and a half on matrices of 3x5 tiles, as the agenda shares it out."""
+    results = [Result(384, 384, True), Result(384, 384, True), Result(384, 640, False), Result(384, 384, True)]
+    kinds = [(10, False), (6, True), (6, False), (10, False)]
+    after = tiles_before(results)
+    program = [Step(*kind, after[i], awaited=i < len(kinds) - 1) for i, kind in enumerate(kinds)]
+    items, starts = share_out(batch, results, clusters)
+    tiles = [Tile(item.matrix, item.flags >> 8, bool(item.flags & 1), bool(item.flags & 2)) for item in items]
+    pairs = list(zip(tiles[::2], tiles[1::2], strict=True))
+    products = sum(batch * result.tiles * kind[0] for result, kind in zip(results, kinds, strict=True))
+    return program, [pairs[start:end] for start, end in pairwise(starts)], products
+
+
+@pytest.mark.parametrize(("batch", "clusters"), [(1, 1), (1, 3), (2, 2), (3, 4), (5, 3)])
+def test_products_that_follow_each_other_wait_for_each_other_and_not_for_ever(batch, clusters):
+    program, queues, products = program_of(batch, clusters)
+    for seed, slow in enumerate([(), (), (), ("d",), ("a",), ("b0", "d")]):
+        world = World(program, queues, seed=seed, slow=slow)
+        world.run()
+        assert world.read == products
+
+
+def test_without_a_scout_products_are_read_too_early():
+    program, queues, _ = program_of(3, 4)
+    with pytest.raises(AssertionError, match="before it was written"):
+        World(program, queues, seed=0, scouts=False).run()
+
+
+def test_a_tile_may_not_be_counted_before_it_is_stored():
+    program, queues, _ = program_of(3, 4)
+    with pytest.raises(AssertionError, match="before it was written"):
+        World(program, queues, seed=0, slow=["d"], early=True).run()
+
+
+def test_who_waits_for_a_later_tile_waits_for_ever():
+    program, queues, _ = program_of(3, 4)
+    with pytest.raises(AssertionError, match="everybody waits"):
+        World(program, [queue[::-1] for queue in queues], seed=0).run()

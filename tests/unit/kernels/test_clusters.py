@@ -9,26 +9,40 @@ import pytest
 import torch
 
 from meshmuon.kernels import clusters, cuda
-from meshmuon.kernels.clusters import pair_up, share_out
+from meshmuon.kernels.agenda import Product, Result, pair_up, set_size, share_out, tiles_before
 from meshmuon.kernels.configs import choose_config
 
-SHARED, IDLE = 1, 2
+SHARED, IDLE, SHIFT = 1, 2, 8
+
+
+def square(m):
+    return Result(m, m, mirrored=True)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
 @pytest.mark.parametrize("m", [8, 128, 136, 256, 1000, 1408, 2048])
 def test_every_tile_of_the_lower_triangle_is_computed_once(batch, m):
-    pairs = pair_up(batch, m)
+    pairs = pair_up(range(batch), square(m))
     found = [item[:3] for pair in pairs for item in pair if not item.flags & IDLE]
     sides = -(-m // 128)
     wanted = {(z, 128 * i, 128 * j) for z in range(batch) for i in range(sides) for j in range(i + 1)}
-    assert len(found) == len(wanted)
+    assert len(found) == len(wanted) == batch * square(m).tiles
     assert set(found) == wanted
 
 
-@pytest.mark.parametrize("m", [136, 1408, 2048])
-def test_pairs_that_share_have_the_same_columns(m):
-    shared = [pair for pair in pair_up(3, m) if pair[0].flags & SHARED]
+@pytest.mark.parametrize("shape", [(8, 8), (128, 640), (200, 328), (1408, 2048)])
+def test_every_tile_of_a_whole_product_is_computed_once(shape):
+    result = Result(*shape, mirrored=False)
+    found = [item[:3] for pair in pair_up(range(3), result) for item in pair if not item.flags & IDLE]
+    rows, cols = (-(-side // 128) for side in shape)
+    wanted = {(z, 128 * i, 128 * j) for z in range(3) for i in range(rows) for j in range(cols)}
+    assert len(found) == len(wanted) == 3 * result.tiles
+    assert set(found) == wanted
+
+
+@pytest.mark.parametrize("result", [square(136), square(1408), square(2048), Result(768, 3072, False)], ids=str)
+def test_pairs_that_share_have_the_same_columns(result):
+    shared = [pair for pair in pair_up(range(3), result) if pair[0].flags & SHARED]
     assert shared
     for first, second in shared:
         assert second.flags == first.flags
@@ -37,20 +51,20 @@ def test_pairs_that_share_have_the_same_columns(m):
 
 
 def test_most_pairs_share():
-    pairs = pair_up(4, 2048)
+    pairs = pair_up(range(4), square(2048))
     assert sum(first.flags & SHARED for first, _ in pairs) > 0.9 * len(pairs)
 
 
 def test_at_most_one_block_idles():
     for batch in range(1, 5):
-        idle = [item for pair in pair_up(batch, 384) for item in pair if item.flags & IDLE]
+        idle = [item for pair in pair_up(range(batch), square(384)) for item in pair if item.flags & IDLE]
         assert len(idle) <= 1
 
 
 @pytest.mark.parametrize("count", [1, 5, 66])
 def test_each_cluster_gets_its_pairs(count):
-    pairs = pair_up(3, 640)
-    items, starts = share_out(3, 640, count)
+    pairs = pair_up(range(3), square(640))
+    items, starts = share_out(3, [square(640)], count)
     assert len(starts) == count + 1
     assert 2 * starts[-1] == len(items) == 2 * len(pairs)
     for cluster, (start, end) in enumerate(pairwise(starts)):
@@ -60,6 +74,42 @@ def test_each_cluster_gets_its_pairs(count):
         )
 
 
+PROGRAM = [square(300), square(300), Result(300, 500, mirrored=False)] * 2
+
+
+@pytest.mark.parametrize("clusters_at_once", [1, 3, 66])
+@pytest.mark.parametrize("batch", [1, 2, 7, 100])
+def test_nobody_waits_for_tiles_that_come_later(batch, clusters_at_once):
+    """Or clusters could wait for each other for ever. The order of all is that in which clusters take turns."""
+    items, starts = share_out(batch, PROGRAM, clusters_at_once)
+    queues = [items[2 * start : 2 * end] for start, end in pairwise(starts)]
+    before = tiles_before(PROGRAM)
+    written = dict.fromkeys(range(batch), 0)
+    turns = max(len(queue) for queue in queues) // 2
+    for turn in range(turns):
+        for queue in queues:
+            pair = [item for item in queue[2 * turn : 2 * turn + 2] if not item.flags & IDLE]
+            assert all(written[item.matrix] >= before[item.flags >> SHIFT] for item in pair)
+            for item in pair:
+                written[item.matrix] += 1
+    assert set(written.values()) == {sum(result.tiles for result in PROGRAM)}
+
+
+def test_both_blocks_of_a_pair_are_in_the_same_product():
+    items, _ = share_out(7, PROGRAM, 3)  # they share the places in shared memory, and so have to need as many
+    assert all(one.flags >> SHIFT == other.flags >> SHIFT for one, other in zip(items[::2], items[1::2], strict=True))
+
+
+def test_sets_are_as_small_as_the_distance_between_two_products_of_a_matrix_allows():
+    squares = [square(768)] * 3
+    size = set_size(48, squares, 66)
+    assert 48 % size == 0
+    assert (size - 1) * 21 >= 3 * 132
+    assert set_size(48, [square(2048)] * 3, 66) < size
+    assert set_size(5, squares, 66) == 5, "too few: all of them"
+    assert set_size(48, squares[:1], 66) == 48, "one product waits for nothing"
+
+
 def test_only_large_products_on_hopper_go_to_clusters():
     for shape in ((48, 1408, 1408), (12, 2048, 2048), (4, 4096, 4096), (3, 4096, 4096), (8, 2048, 8192)):
         assert choose_config("hopper", *shape, torch.float16).clusters
@@ -67,7 +117,7 @@ def test_only_large_products_on_hopper_go_to_clusters():
     assert not choose_config("hopper", 8, 2048, 8192, torch.float32).clusters
     for architecture in ("blackwell", "ampere", "rocm", "other"):
         assert not choose_config(architecture, 8, 2048, 8192, torch.float16).clusters
-    assert not clusters.can_run(torch.device("cpu"), torch.float16, batch=8, m=2048)
+    assert not clusters.can_run(torch.device("cpu"), torch.float16, batch=8, results=(square(2048),))
     assert clusters.describe(torch.device("cpu"), torch.float16).endswith("stay with Triton: not on a Hopper GPU")
 
 
@@ -95,9 +145,9 @@ def test_a_kernel_may_begin_while_the_one_before_still_runs():
     assert (list(config.sides), config.shared_bytes, config.stream) == ([132, 1, 1, 384, 1, 1], 1000, 77)
     assert config.attribute_count == 1
     assert (config.attributes[0].id, config.attributes[0].value[0]) == (6, 1)
-    loads = source().split("void load_items(")[1].split("// ---- a group")[0]
-    assert loads.index("wait_for_kernel_before()") < loads.index("load(")
-    assert "wait_for_kernel_before" not in source().split("__global__")[1], "each thread that loads does it, once"
+    role = source().split("setmaxnreg.dec")[1].split("setmaxnreg.inc")[0]
+    for touches in ("load_items(", "scout("):
+        assert role.index("if (warp < 2) wait_for_kernel_before();") < role.index(touches)
 
 
 def source():
@@ -118,14 +168,16 @@ class Recorder:
         return call
 
 
-def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add(monkeypatch):
+def launched_programs(monkeypatch):
+    """Stand in for the GPU; give what the kernel would read, at every launch."""
     driver, launched = Recorder(), []
 
     def bind(blocks, threads, arguments):
         def launch(stream):
-            numbers = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_int)).contents.value for i in (6, 7, 8)]
-            scale = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_float)).contents.value for i in (9, 10, 11)]
-            launched.append((blocks, threads, numbers, scale, stream))
+            program = clusters._Program.from_address(arguments[0])
+            pointers = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_void_p)).contents.value for i in (1, 2, 3)]
+            products = [tuple(getattr(product, name) for name, _ in product._fields_) for product in program.products]
+            launched.append((blocks, threads, stream, products, pointers, arguments[0]))
 
         return launch
 
@@ -133,15 +185,51 @@ def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add(monkeyp
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
     monkeypatch.setattr(clusters, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: mock.Mock(cuda_stream=7))
-    a, c = torch.zeros(2, 256, 500, dtype=torch.float16), torch.zeros(2, 256, 256, dtype=torch.float16)
-    bound = clusters.ClusterLaunch(a, None, c, torch.empty_like(c))
-    bound(1.0, 2.0, 3.0)
-    bound(4.0, 5.0, 6.0)
-    clusters.ClusterLaunch(a, None, None, torch.empty_like(c))(1.0, 0.0, 0.0)
-    assert launched[0] == (10, 384, [256, 8, 1], [1.0, 2.0, 3.0], 7)
-    assert launched[1][3] == [4.0, 5.0, 6.0]
-    assert launched[2][2] == [256, 8, 0]
+    return driver, launched
+
+
+def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add():
+    with pytest.MonkeyPatch.context() as patch:
+        driver, launched = launched_programs(patch)
+        a, c = torch.zeros(2, 256, 500, dtype=torch.float16), torch.zeros(2, 256, 256, dtype=torch.float16)
+        bound = clusters.ClusterLaunch([Product(0, 0, 1, 2, True)], [a, c, torch.empty_like(c)])
+        bound.scaled(1.0, 2.0, 3.0)
+        bound.scaled(4.0, 5.0, 6.0)
+        clusters.ClusterLaunch([Product(0, 0, None, 1, True)], [a, torch.empty_like(c)]).scaled(1.0, 0.0, 0.0)
+    mirrored, adds, awaited, unused, after = 1, 1, 0, 0, 0
+    first = (0, 0, 1, 2, mirrored, adds, awaited, unused, 256, 256, 8, after)
+    assert launched[0][:3] == (10, 384, 7)
+    assert launched[0][3][0] == (*first, 1.0, 2.0, 3.0)
+    assert launched[1][3][0] == (*first, 4.0, 5.0, 6.0)
+    assert launched[2][3][0][2:6] == (1, 1, 1, 0), "C's map is there, and not read"
+    assert launched[0][4][2] is None, "nothing is counted for one product"
     boxes = [list(arguments[6]) for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
-    assert boxes[:4] == [[64, 128, 1], [64, 64, 1], [64, 128, 1], [64, 64, 1]]
+    assert boxes == [[64, 64, 1]] * 5
     addresses = [arguments[0].value for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
     assert not any(address % 64 for address in addresses)
+    assert addresses[:3] == [launched[0][5] + 128 * i for i in range(3)]
+
+
+def test_a_program_tells_what_each_product_waits_for():
+    with pytest.MonkeyPatch.context() as patch:
+        _, launched = launched_programs(patch)
+        x = torch.zeros(3, 256, 640, dtype=torch.float16)
+        r, product = x.new_empty(3, 256, 256), torch.empty_like(x)
+        written = torch.zeros(3, dtype=torch.int32)
+        products = [Product(0, 0, None, 1, True), Product(1, 0, None, 2, False), Product(2, 2, None, 1, True)]
+        clusters.ClusterLaunch(products, [x, r, product], written)()
+    _, _, _, described, pointers, _ = launched[0]
+    assert pointers[2] == written.data_ptr()
+    assert [one[4:7] for one in described[:3]] == [(1, 0, 1), (0, 0, 1), (1, 0, 0)], "mirrored, adds, awaited"
+    assert [one[8:12] for one in described[:3]] == [(256, 256, 10, 0), (256, 640, 4, 3), (256, 256, 10, 13)]
+
+
+def test_the_program_has_the_same_size_here_and_there():
+    lines = source()
+    most = {
+        name: int(lines.split(f"{name} = ")[1].split(";")[0].split(",")[0]) for name in ("kMostMaps", "kMostProducts")
+    }
+    assert most == {"kMostMaps": clusters.MOST_STACKS, "kMostProducts": clusters.MOST_PRODUCTS}
+    assert ctypes.sizeof(clusters._Described) == 36
+    assert ctypes.sizeof(clusters._Program) == 128 * 12 + 36 * 48
+    assert ctypes.sizeof(clusters._Program) + 3 * 8 <= 4096, "what a kernel can be given by value"

@@ -1,0 +1,174 @@
+"""Which thread blocks compute which tiles of a program of products, and in which order (clusters.cu).
+
+[Note: order] Products that follow each other wait for each other, matrix by matrix. So all matrices of a set go through
+one product before any goes through the next: by the time a matrix comes round again, its tiles are long written. Sets
+are as small as that allows, since what a set works on is to stay in the GPU's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+TILE = 128
+_BAND = 16  # tile rows walked together, column by column: their operands stay in L2
+_SHARED, _IDLE, _PRODUCT_SHIFT = 1, 2, 8  # flags, as in clusters.cu
+_WAVES_BETWEEN = 3  # until what one wave of tiles computes is written, two more may have begun
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of a program: D = alpha·A·Bᵀ + beta·C + gamma·I if mirrored, else D = alpha·A·B + beta·C.
+
+    Attributes:
+        a: Number of the stack A.
+        b: Number of the stack B.
+        c: Number of the stack C, or None.
+        d: Number of the stack D. It may be C, never A or B.
+        mirrored: Whether D is known to be symmetric: one triangle is computed.
+        alpha: Factor of the product.
+        beta: Factor of C.
+        gamma: What is added to the diagonal.
+    """
+
+    a: int
+    b: int
+    c: int | None
+    d: int
+    mirrored: bool
+    alpha: float = 1.0
+    beta: float = 0.0
+    gamma: float = 0.0
+
+
+class Item(NamedTuple):
+    """What one thread block of a pair computes.
+
+    Attributes:
+        matrix: Which one of the stack.
+        row: Of the tile's first element.
+        col: Of the tile's first element.
+        flags: Whether the pair shares the operand of its column; whether there is nothing to compute; which product.
+    """
+
+    matrix: int
+    row: int
+    col: int
+    flags: int
+
+
+class Result(NamedTuple):
+    """The shape of what a product computes.
+
+    Attributes:
+        rows: Of a matrix.
+        cols: Of a matrix.
+        mirrored: Whether only the lower triangle is computed.
+    """
+
+    rows: int
+    cols: int
+    mirrored: bool
+
+    def columns(self) -> list[range]:
+        """Give the tile rows that are computed of each column of tiles."""
+        rows, cols = -(-self.rows // TILE), -(-self.cols // TILE)
+        return [range(col if self.mirrored else 0, rows) for col in range(cols)]
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are of one matrix."""
+        return sum(map(len, self.columns()))
+
+
+def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[tuple[Item, Item]]:
+    """Cut what is computed of some matrices into tiles, two at a time.
+
+    Tiles of one column go together as far as possible; what is left of odd columns goes together unshared.
+
+    Args:
+        matrices: Which ones of the stack.
+        result: Of each.
+        product: Its number in the program.
+
+    Returns:
+        For each pair, what its two blocks compute; every tile once.
+    """
+    shared, single = [], []
+    for col, column in enumerate(result.columns()):
+        rows = list(column)
+        if len(rows) % 2:
+            single.append((rows.pop(), col))
+        shared += [(row // _BAND, col, row) for row in rows[::2]]
+    shared.sort()
+    number = product << _PRODUCT_SHIFT
+    pairs: list[tuple[Item, Item]] = []
+    waiting: Item | None = None
+    for matrix in matrices:
+        for _, col, row in shared:
+            first, second = (Item(matrix, TILE * r, TILE * col, _SHARED | number) for r in (row, row + 1))
+            pairs.append((first, second))
+        for row, col in single:
+            item = Item(matrix, TILE * row, TILE * col, number)
+            if waiting is None:
+                waiting = item
+            else:
+                pairs.append((waiting, item))
+                waiting = None
+    if waiting is not None:
+        pairs.append((waiting, Item(0, 0, 0, _IDLE | number)))
+    return pairs
+
+
+def share_out(batch: int, results: Sequence[Result], clusters: int) -> tuple[list[Item], list[int]]:
+    """Give each of so many clusters its pairs.
+
+    Args:
+        batch: Number of matrices.
+        results: Of the products, in the order in which a matrix goes through them.
+        clusters: How many.
+
+    Returns:
+        What the blocks compute, two by two, cluster by cluster; and where each cluster's pairs begin, and the end.
+    """
+    pairs: list[tuple[Item, Item]] = []
+    at_once = set_size(batch, results, clusters)
+    for first in range(0, batch, at_once):
+        matrices = range(first, min(batch, first + at_once))
+        for product, result in enumerate(results):
+            pairs += pair_up(matrices, result, product)
+    parts = [pairs[cluster::clusters] for cluster in range(clusters)]  # those side by side run at the same time
+    starts = list(accumulate(map(len, parts), initial=0))
+    return list(chain.from_iterable(chain.from_iterable(parts))), starts
+
+
+def set_size(batch: int, results: Sequence[Result], clusters: int) -> int:
+    """Say how many matrices go through the products together. See [Note: order].
+
+    Args:
+        batch: Number of matrices.
+        results: Of the products.
+        clusters: How many compute.
+
+    Returns:
+        At least one.
+    """
+    if len(results) == 1:
+        return batch
+    fewest = min(result.tiles for result in results)
+    enough = 1 + int(-(-_WAVES_BETWEEN * 2 * clusters // fewest))
+    return -(-batch // max(1, batch // enough))  # in even sets
+
+
+def tiles_before(results: Sequence[Result]) -> list[int]:
+    """Count, for each product, the tiles of a matrix that have to be written before.
+
+    Args:
+        results: Of the products.
+
+    Returns:
+        A number for each.
+    """
+    return list(accumulate((result.tiles for result in results), initial=0))[:-1]

@@ -1,0 +1,279 @@
+"""The same iterations, written down as a program of products that a Hopper GPU runs in one launch (clusters.cu).
+
+The forms are written over six operations (operations.py). Here those six compute nothing: they note which product reads
+and writes what. So a program is what `newton_schulz` or `gram_newton_schulz` does, line by line, with memory for
+intermediate results that is used again as soon as nobody needs it any more.
+
+[Note: at once] In one launch, thread blocks wait for each other's tiles, so all of them have to be on the GPU at the
+same time. They always are, sooner or later, unless something else holds some of its multiprocessors until we are done:
+a collective, say, that waits for another rank whose multiprocessors are taken the same way. Where there are other
+ranks, every product is a launch of its own instead. The bits are the same: only the order of tiles is different. For
+the same reason two programs on two streams of one process follow each other (not those in CUDA graphs of their own that
+somebody replays at the same time on two streams: nobody should).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed
+
+from meshmuon.kernels import clusters
+from meshmuon.kernels.agenda import Product
+from meshmuon.kernels.clusters import ClusterLaunch
+from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
+from meshmuon.kernels.tables import whereabouts
+from meshmuon.polar.coefficients import Schedule, Triple
+from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
+from meshmuon.polar.newton_schulz import newton_schulz
+from meshmuon.polar.operations import Given, taken
+
+_MOST_BOUND = 256
+Side = Literal["m", "n"]  # columns of a stack: m×m or m×n
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Products, and the stacks they work on; the first stack is x.
+
+    Attributes:
+        products: In order; their numbers are those of stacks.
+        columns: Of each stack: its matrices are m×m or m×n.
+        result: The stack in which the result is in the end.
+        halves: The two stacks that x·xᵀ is to be in before, to twice the digits of its dtype; or None.
+    """
+
+    products: tuple[Product, ...]
+    columns: tuple[Side, ...]
+    result: int
+    halves: tuple[int, int] | None
+
+    def held(self, m: int, n: int) -> int:
+        """Count the numbers that all stacks hold of one matrix.
+
+        Args:
+            m: Short side.
+            n: Long side.
+
+        Returns:
+            How many.
+        """
+        return sum(m * (m if side == "m" else n) for side in self.columns)
+
+
+@functools.cache
+def write_program(
+    form: Literal["standard", "gram"], schedule: Schedule, restarts: tuple[int, ...], *, folded: bool
+) -> Program | None:
+    """Write down the products of an iteration.
+
+    Args:
+        form: Which one.
+        schedule: One triple per step.
+        restarts: Where the Gram form starts anew.
+        folded: Whether it does so on the Gram matrix alone.
+
+    Returns:
+        The program, or None if it is too long for one launch.
+    """
+    writer = _Writer()
+    operations: Any = writer  # its values are numbers, where others have tensors
+    x: Any = writer.x
+    if form == "standard":
+        result: Any = newton_schulz(x, schedule=schedule, operations=operations)
+    else:
+        iterate = folded_gram_newton_schulz if folded else gram_newton_schulz
+        result = iterate(x, schedule=schedule, restarts=restarts, operations=operations)
+    program = writer.finish(result)
+    fits = len(program.products) <= clusters.MOST_PRODUCTS and len(program.columns) <= clusters.MOST_STACKS
+    return program if fits else None
+
+
+class _Writer:
+    """The six operations on numbers that stand for values; each value is written once."""
+
+    def __init__(self) -> None:
+        self._columns: list[Side] = ["n"]  # of the values
+        self._products: list[Product] = []
+        self._halves: tuple[int, int] | None = None
+        self.x = 0
+
+    def gram(self, x: int) -> int:
+        return self._note(x, x, mirrored=True)
+
+    def quadratic(self, gram: int, triple: Triple) -> int:
+        a, b, c = triple
+        return self._note(gram, gram, c=gram, mirrored=True, alpha=c, beta=b, gamma=a)
+
+    def symmetric_product(self, left: int, right: int) -> int:
+        return self._note(left, right, mirrored=True)
+
+    def apply(self, factor: int, x: int, out: None = None) -> int:
+        return self._note(factor, x)
+
+    def gram_in_halves(self, x: int) -> tuple[int, int]:
+        assert not self._products and x == self.x, "it is made before the launch"
+        self._halves = self._new("m"), self._new("m")
+        return self._halves
+
+    def congruence(self, factor: int, halves: tuple[int, int]) -> int:
+        high, rest = halves
+        product = self._note(factor, high, c=self._note(factor, rest), beta=1.0 / REST_SCALE)
+        return self._note(product, factor, mirrored=True)
+
+    def _new(self, columns: Side) -> int:
+        self._columns.append(columns)
+        return len(self._columns) - 1
+
+    def _note(
+        self,
+        a: int,
+        b: int,
+        *,
+        c: int | None = None,
+        mirrored: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        gamma: float = 0.0,
+    ) -> int:
+        d = self._new("m" if mirrored else self._columns[b])
+        self._products.append(Product(a, b, c, d, mirrored, alpha, beta, gamma))
+        return d
+
+    def finish(self, result: int) -> Program:
+        """Give every value a stack: one that nobody reads any more, if there is one of its shape."""
+        last_read = {value: step for step, product in enumerate(self._products) for value in _read(product)}
+        columns: list[Side] = []
+        stacks: dict[int, int] = {}
+        free: dict[Side, list[int]] = {"m": [], "n": []}
+
+        def place(value: int) -> None:
+            side = self._columns[value]
+            if not free[side]:
+                columns.append(side)
+                free[side].append(len(columns) - 1)
+            stacks[value] = free[side].pop()
+
+        for value in (self.x, *(self._halves or ())):
+            place(value)
+        products = []
+        for step, product in enumerate(self._products):
+            place(product.d)  # before those it reads are let go of
+            products.append(_renamed(product, stacks))
+            for value in set(_read(product)):
+                if last_read[value] == step:
+                    free[self._columns[value]].append(stacks[value])
+        halves = None if self._halves is None else (stacks[self._halves[0]], stacks[self._halves[1]])
+        return Program(tuple(products), tuple(columns), stacks[result], halves)
+
+
+def _read(product: Product) -> list[int]:
+    return [value for value in (product.a, product.b, product.c) if value is not None]
+
+
+def _renamed(product: Product, names: dict[int, int]) -> Product:
+    c = None if product.c is None else names[product.c]
+    return replace(product, a=names[product.a], b=names[product.b], c=c, d=names[product.d])
+
+
+class _Known:
+    """What was asked or prepared before for a program: an optimizer does the same again in every step."""
+
+    def __init__(self) -> None:
+        self.runnable: set[tuple[Any, ...]] = set()
+        self.launches: dict[tuple[Any, ...], list[ClusterLaunch]] = {}
+
+
+_known: WeakKeyDictionary[Program, _Known] = WeakKeyDictionary()
+
+
+def can_run(program: Program, x: Tensor) -> bool:
+    """Say whether a program can run on a stack of matrices now.
+
+    Args:
+        program: The program.
+        x: (batch, m, n).
+
+    Returns:
+        Whether. Not while a CUDA graph is captured that would be the first to ask.
+    """
+    key, known = (x.shape, x.dtype, x.device, _at_once()), _known.setdefault(program, _Known()).runnable
+    if key not in known:
+        for part in _parts(program):
+            results = clusters.results_of(part, _shapes(program, x))
+            if not clusters.can_run(x.device, x.dtype, batch=len(x), results=results):
+                return False
+        known.add(key)
+    return True
+
+
+def run_program(program: Program, x: Given) -> Tensor:
+    """Run a program.
+
+    Args:
+        program: What `can_run`.
+        x: (batch, m, n), contiguous, in 16 bits, sides multiples of 16; given away in a list: it is overwritten.
+
+    Returns:
+        The result.
+    """
+    x = taken(x)
+    stacks = [x, *(x.new_empty(shape) for shape in _shapes(program, x)[1:])]
+    if program.halves is not None:
+        high, rest = program.halves
+        symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
+    written = torch.zeros(len(x), dtype=torch.int32, device=x.device) if _at_once() else None
+    with _one_at_a_time:
+        if written is not None:
+            _wait_for_other_streams(x.device)
+        for launch in _bind(program, stacks, written):
+            launch()
+    return stacks[program.result]
+
+
+_one_at_a_time = threading.Lock()
+_last_stream: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _wait_for_other_streams(device: torch.device) -> None:
+    """Let the program before end first, if it was on another stream. See [Note: at once]."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return
+    stream = torch.cuda.current_stream(device)
+    before = _last_stream.setdefault(device, stream)
+    if before != stream:
+        stream.wait_stream(before)
+        _last_stream[device] = stream
+
+
+def _at_once() -> bool:
+    """See [Note: at once]."""
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
+def _parts(program: Program) -> list[Sequence[Product]]:
+    """What each launch computes."""
+    return [program.products] if _at_once() else [[product] for product in program.products]
+
+
+def _shapes(program: Program, x: Tensor) -> list[tuple[int, ...]]:
+    batch, m, n = x.shape
+    return [(batch, m, m if side == "m" else n) for side in program.columns]
+
+
+def _bind(program: Program, stacks: list[Tensor], written: Tensor | None) -> list[ClusterLaunch]:
+    """The launches on this memory."""
+    where = tuple(whereabouts(stack) for stack in stacks)
+    key = (stacks[0].shape, *where, None if written is None else written.data_ptr())
+    known = _known.setdefault(program, _Known()).launches
+    if key not in known:
+        if len(known) >= _MOST_BOUND:
+            known.clear()
+        known[key] = [ClusterLaunch(part, stacks, written) for part in _parts(program)]
+    return known[key]
