@@ -94,7 +94,7 @@ class Muon(Optimizer):
         non_finite: What to do about NaN or inf in a gradient: "skip" the step and warn, "raise", or "ignore".
         release_grads: Whether gradients are set to None once they have been read: the peak falls at least by those of
             the buckets under way.
-        layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, at some cost.
+        layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, also where that costs.
         process_group: The ranks that hold the same plain tensors and have averaged their gradients; they share the
             matrices. A `DistributedDataParallel` model supplies its own.
         grad_sync: Who averages gradients over ranks: "none" of our business (DDP and FSDP do), the "optimizer" itself,

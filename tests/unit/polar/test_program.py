@@ -215,3 +215,28 @@ def test_what_cannot_run_now_is_asked_again(monkeypatch):
     assert not module.can_run(program, x)
     assert module.can_run(program, x)
     assert module.can_run(program, x), "known by now"
+
+
+class Stream:
+    def __init__(self, name, waits):
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, other):
+        self.waits.append((self.name, other.name))
+
+
+def test_a_program_on_another_stream_waits_for_the_one_before(monkeypatch):
+    waits = []
+    one, other = Stream("one", waits), Stream("other", waits)
+    capturing = [False]
+    monkeypatch.setattr(module, "_last_stream", {})
+    monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    device = torch.device("cuda", 0)
+    for stream in (one, one, other, other, one):
+        monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _, stream=stream: stream)
+        module._wait_for_other_streams(device)
+    assert waits == [("other", "one"), ("one", "other")]
+    capturing[0] = True  # a stream that is captured cannot wait for one that is not
+    monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _: other)
+    module._wait_for_other_streams(device)
+    assert len(waits) == 2
