@@ -119,7 +119,7 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
     if recipe.form == "svd":
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
     if _takes_threads(recipe, x.device):
-        return _by_threads(x, recipe)
+        return _by_threads(x, recipe, consume=consume)
     if recipe.fused:
         start = [_normalised_by_kernels(x, recipe, partials, consume=consume)]
     else:
@@ -134,14 +134,16 @@ def _takes_threads(recipe: Recipe, device: torch.device) -> bool:
     return device.type == "cpu" and recipe.kernels.products == "torch"
 
 
-def _by_threads(x: Tensor, recipe: Recipe) -> Tensor:
+def _by_threads(x: Tensor, recipe: Recipe, *, consume: bool) -> Tensor:
     """The same on a CPU, where each thread takes as many matrices at a time as it can keep in its cache.
 
-    Large ones that are too few for all threads are taken one after the other: then threads share their panels.
+    Large ones that are too few for all threads are taken one after the other: then threads share their panels. Results
+    take the place of what is consumed: a CPU touches new memory slowly.
     """
     batch, m, n = x.shape
     threads, rows = torch.get_num_threads(), cost.padded(m)
-    result = x.new_empty(batch, rows, cost.padded(n), dtype=recipe.dtype)
+    in_place = consume and x.is_contiguous() and x.dtype == recipe.dtype and (m, n) == (rows, cost.padded(n))
+    result = x if in_place else x.new_empty(batch, rows, cost.padded(n), dtype=recipe.dtype)
     few = batch % threads if count_panels(rows) > batch % threads else 0
     whole = batch - few
     at_once = min(max(1, _CACHED_NUMBERS // rows**2), math.ceil(batch / threads))
