@@ -243,7 +243,7 @@ def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, form, re
     expected = by_form(form, restarts, folded, x)
     for _ in range(10):
         assert torch.equal(by_program(form, restarts, folded, x), expected)
-    with mock.patch.object(programs, "_at_once", return_value=False):
+    with mock.patch.object(clusters, "at_once", return_value=False):
         assert torch.equal(by_program(form, restarts, folded, x), expected)
     assert torch.equal(by_program(form, restarts, folded, x[-1:])[0], expected[-1]), "alone"
     assert not torch.equal(by_program(form, restarts, folded, x.flip(0) * 0.99), expected)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 TILE = 128
 _BAND = 16  # tile rows walked together, column by column: their operands stay in L2
@@ -122,7 +125,7 @@ def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[t
     return pairs
 
 
-def share_out(batch: int, results: Sequence[Result], clusters: int) -> tuple[list[Item], list[int]]:
+def share_out(batch: int, results: Sequence[Result], clusters: int) -> tuple[Tensor, Tensor]:
     """Give each of so many clusters its pairs.
 
     Args:
@@ -131,17 +134,39 @@ def share_out(batch: int, results: Sequence[Result], clusters: int) -> tuple[lis
         clusters: How many.
 
     Returns:
-        What the blocks compute, two by two, cluster by cluster; and where each cluster's pairs begin, and the end.
+        What the blocks compute, (pairs, 2, 4), cluster by cluster, an `Item` in each row; and where each cluster's
+        pairs begin, and the end. In 32 bits.
     """
-    pairs: list[tuple[Item, Item]] = []
     at_once = set_size(batch, results, clusters)
-    for first in range(0, batch, at_once):
-        matrices = range(first, min(batch, first + at_once))
-        for product, result in enumerate(results):
-            pairs += pair_up(matrices, result, product)
+    patterns = [_pattern(result, product) for product, result in enumerate(results)]
+    sets = (range(first, min(batch, first + at_once)) for first in range(0, batch, at_once))
+    pairs = torch.cat([_repeated(pattern, matrices) for matrices in sets for pattern in patterns])
     parts = [pairs[cluster::clusters] for cluster in range(clusters)]  # those side by side run at the same time
     starts = list(accumulate(map(len, parts), initial=0))
-    return list(chain.from_iterable(chain.from_iterable(parts))), starts
+    return torch.cat(parts), torch.tensor(starts, dtype=torch.int32)
+
+
+class _Pattern(NamedTuple):
+    """The pairs of two matrices, in which no block idles, and those of one."""
+
+    two: Tensor
+    one: Tensor
+
+
+def _pattern(result: Result, product: int) -> _Pattern:
+    return _Pattern(*(torch.tensor(pair_up(range(n), result, product), dtype=torch.int32) for n in (2, 1)))
+
+
+def _repeated(pattern: _Pattern, matrices: range) -> Tensor:
+    """What `pair_up` gives for these matrices, without a loop over them."""
+    firsts = torch.arange(matrices.start, matrices.stop - 1, 2, dtype=torch.int32)
+    twos = pattern.two.repeat(len(firsts), 1, 1)
+    twos[:, :, 0] += firsts.repeat_interleave(len(pattern.two))[:, None]
+    if len(matrices) % 2 == 0:
+        return twos
+    one = pattern.one.clone()
+    one[:, :, 0] += matrices[-1]
+    return torch.cat([twos, one])
 
 
 def set_size(batch: int, results: Sequence[Result], clusters: int) -> int:
@@ -158,7 +183,7 @@ def set_size(batch: int, results: Sequence[Result], clusters: int) -> int:
     if len(results) == 1:
         return batch
     fewest = min(result.tiles for result in results)
-    enough = 1 + int(-(-_WAVES_BETWEEN * 2 * clusters // fewest))
+    enough = 1 + -(-_WAVES_BETWEEN * 2 * clusters // fewest)
     return -(-batch // max(1, batch // enough))  # in even sets
 
 

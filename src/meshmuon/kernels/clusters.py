@@ -1,7 +1,15 @@
-"""Large symmetric products on Hopper, by pairs of thread blocks that share operands (clusters.cu).
+"""Products on Hopper, by pairs of thread blocks that share operands (clusters.cu): one, or a program of many.
 
-The bits are those of the Triton kernel, which stands in wherever this one cannot run. It is faster by 4 to 10 %: no
-tensor core waits for results to be written, and less is read (benchmarks/NOTES.md).
+Symmetric products have the bits of the Triton kernel, which stands in wherever this one cannot run. It is faster by 4
+to 10 %: no tensor core waits for results to be written, and less is read (benchmarks/NOTES.md).
+
+[Note: at once] In a launch of several products, thread blocks wait for each other's tiles, so all of them have to be
+on the GPU at the same time. They always are, sooner or later, unless something else holds some of its multiprocessors
+until we are done: a collective, say, that waits for another rank whose multiprocessors are taken the same way. Where
+there are other ranks, every product is a launch of its own instead. The bits are the same: only the order of tiles is
+different. For the same reason two such launches on two streams of one process follow each other. What nobody can see
+here is a captured one that is replayed beside another on a second stream, and another process that holds the GPU for
+good.
 """
 
 from __future__ import annotations
@@ -9,12 +17,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from meshmuon.errors import message, warn_user
 from meshmuon.kernels.agenda import TILE, Product, Result, share_out, tiles_before
@@ -38,9 +46,8 @@ def _tables_of(key: _Key, clusters: int) -> _Tables:
     device, _, batch, results = key
     with _lock:
         if key not in _tables:
-            numbers = share_out(batch, results, clusters)
-            items, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
-            _tables[key] = items, starts
+            items, starts = share_out(batch, results, clusters)
+            _tables[key] = items.to(device), starts.to(device)
         return _tables[key]
 
 
@@ -63,8 +70,8 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
         return _Kernel(function, clusters)
     except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
         found = f"{type(error).__name__}: {error}"
-        do = "Triton's kernel is used instead: same bits, up to 10 % slower. Install torch with its CUDA packages"
-        warn_user(message("symmetric products by clusters", found=found, do=do))
+        do = "Triton's kernel and cuBLAS are used instead, up to 10 % slower. Install torch with its CUDA packages"
+        warn_user(message("products by clusters", found=found, do=do))
         return found
 
 
@@ -80,8 +87,10 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tu
     Returns:
         Whether. Not while a CUDA graph is captured that would be the first to ask: then nothing may be uploaded.
     """
+    if _impossible(device, dtype):
+        return False
     known = (device, dtype, batch, results) in _tables
-    return is_available(device, dtype) and (known or not torch.cuda.is_current_stream_capturing())
+    return (known or not torch.cuda.is_current_stream_capturing()) and is_available(device, dtype)
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -98,7 +107,7 @@ def is_available(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Say whether large products run in clusters, or why not.
+    """Say whether products run in clusters, or why not.
 
     Args:
         device: Where.
@@ -110,8 +119,8 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     reason = _impossible(device, dtype)
     kernel = reason or _kernel(device, dtype)
     if isinstance(kernel, str):
-        return f"large symmetric products stay with Triton: {kernel}"
-    return f"large symmetric products run in {kernel.clusters} clusters at a time"
+        return f"products stay with Triton and cuBLAS: {kernel}"
+    return f"products run in {kernel.clusters} clusters at a time"
 
 
 def _impossible(device: torch.device, dtype: torch.dtype) -> str:
@@ -171,6 +180,7 @@ class ClusterLaunch:
         results = results_of(products, [stack.shape for stack in stacks])
         tables = _tables_of((device, dtype, batch, results), kernel.clusters)
         self._device = device
+        self._waits = written is not None
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Program) + MAP_ALIGNMENT)
         self._program = _Program.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
         for i, stack in enumerate(stacks):
@@ -186,7 +196,11 @@ class ClusterLaunch:
     def __call__(self) -> None:
         """Launch it on the current stream."""
         with launching_on(self._device):
-            self._launch(torch.cuda.current_stream(self._device).cuda_stream)
+            stream = torch.cuda.current_stream(self._device)
+            if self._waits:
+                _in_turn(self._device, stream, lambda: self._launch(stream.cuda_stream))
+            else:
+                self._launch(stream.cuda_stream)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it with other coefficients of its first product.
@@ -199,6 +213,35 @@ class ClusterLaunch:
         first = self._program.products[0]
         first.alpha, first.beta, first.gamma = alpha, beta, gamma
         self()
+
+
+def at_once() -> bool:
+    """Say whether several products may be one launch here. See [Note: at once].
+
+    Returns:
+        Whether there are no other ranks.
+    """
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
+_turn = threading.Lock()
+_last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+
+
+def _in_turn(device: torch.device, stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:
+    """Launch what may not run beside another of its kind on another stream. See [Note: at once]."""
+    if torch.cuda.is_current_stream_capturing():  # it could not wait for what is not captured
+        launch()
+        return
+    with _turn:
+        if device not in _last:
+            _last[device] = stream, torch.cuda.Event()
+        before, done = _last[device]
+        if before != stream:
+            stream.wait_event(done)
+        launch()
+        done.record(stream)
+        _last[device] = stream, done
 
 
 def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool) -> _Described:

@@ -199,7 +199,8 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
 
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     program = recipe.program
-    if program is not None and can_run(program, start[0] if isinstance(start, list) else start):
+    if program is not None and can_run(program, start[0]):
+        assert isinstance(start, list) and out is None, "a program overwrites what it is given"
         return run_program(program, start)
     products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
     operations = _OPERATIONS[products, recipe.invariant]

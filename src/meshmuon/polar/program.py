@@ -3,26 +3,18 @@
 The forms are written over six operations (operations.py). Here those six compute nothing: they note which product reads
 and writes what. So a program is what `newton_schulz` or `gram_newton_schulz` does, line by line, with memory for
 intermediate results that is used again as soon as nobody needs it any more.
-
-[Note: at once] In one launch, thread blocks wait for each other's tiles, so all of them have to be on the GPU at the
-same time. They always are, sooner or later, unless something else holds some of its multiprocessors until we are done:
-a collective, say, that waits for another rank whose multiprocessors are taken the same way. Where there are other
-ranks, every product is a launch of its own instead. The bits are the same: only the order of tiles is different. For
-the same reason two programs on two streams of one process follow each other (not those in CUDA graphs of their own that
-somebody replays at the same time on two streams: nobody should).
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from meshmuon.kernels import clusters
 from meshmuon.kernels.agenda import Product
@@ -203,14 +195,10 @@ def can_run(program: Program, x: Tensor) -> bool:
     Returns:
         Whether. Not while a CUDA graph is captured that would be the first to ask.
     """
-    key, known = (x.shape, x.dtype, x.device, _at_once()), _known.setdefault(program, _Known()).runnable
-    if key not in known:
-        for part in _parts(program):
-            results = clusters.results_of(part, _shapes(program, x))
-            if not clusters.can_run(x.device, x.dtype, batch=len(x), results=results):
-                return False
-        known.add(key)
-    return True
+    if _kind(x) in _known.setdefault(program, _Known()).runnable:
+        return True
+    every = (clusters.results_of(part, _shapes(program, x)) for part in _parts(program))
+    return all(clusters.can_run(x.device, x.dtype, batch=len(x), results=results) for results in every)
 
 
 def run_program(program: Program, x: Given) -> Tensor:
@@ -228,38 +216,20 @@ def run_program(program: Program, x: Given) -> Tensor:
     if program.halves is not None:
         high, rest = program.halves
         symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
-    written = torch.zeros(len(x), dtype=torch.int32, device=x.device) if _at_once() else None
-    with _one_at_a_time:
-        if written is not None:
-            _wait_for_other_streams(x.device)
-        for launch in _bind(program, stacks, written):
-            launch()
+    written = torch.zeros(len(x), dtype=torch.int32, device=x.device) if clusters.at_once() else None
+    for launch in _bind(program, stacks, written):
+        launch()
+    _known[program].runnable.add(_kind(x))
     return stacks[program.result]
 
 
-_one_at_a_time = threading.Lock()
-_last_stream: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _wait_for_other_streams(device: torch.device) -> None:
-    """Let the program before end first, if it was on another stream. See [Note: at once]."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return
-    stream = torch.cuda.current_stream(device)
-    before = _last_stream.setdefault(device, stream)
-    if before != stream:
-        stream.wait_stream(before)
-        _last_stream[device] = stream
-
-
-def _at_once() -> bool:
-    """See [Note: at once]."""
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
-
-
 def _parts(program: Program) -> list[Sequence[Product]]:
-    """What each launch computes."""
-    return [program.products] if _at_once() else [[product] for product in program.products]
+    """What each launch computes. See [Note: at once] in kernels/clusters.py."""
+    return [program.products] if clusters.at_once() else [[product] for product in program.products]
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.device, clusters.at_once()
 
 
 def _shapes(program: Program, x: Tensor) -> list[tuple[int, ...]]:

@@ -164,7 +164,7 @@ def choose_recipe(
     program = None
     if symmetric and m <= _CHAINED_TO and form != "svd" and is_available(device, compute):
         program = write_program(form, schedule, restarts, folded=folded)
-    free = program is not None or (symmetric and m > _CHAINED_TO)  # of charge
+    free = program is not None or (symmetric and m >= _CHAINED_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,
@@ -176,7 +176,7 @@ def choose_recipe(
         program=program,
         eps=eps,
         kernels=kernels,
-        invariant=device.type != "cpu" and (free if invariant is None else invariant),
+        invariant=device.type != "cpu" and (free if invariant is None else invariant or program is not None),
     )
 
 

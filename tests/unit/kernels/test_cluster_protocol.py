@@ -268,8 +268,8 @@ def program_of(batch, clusters):
     kinds = [(10, False), (6, True), (6, False), (10, False)]
     after = tiles_before(results)
     program = [Step(*kind, after[i], awaited=i < len(kinds) - 1) for i, kind in enumerate(kinds)]
-    items, starts = share_out(batch, results, clusters)
-    tiles = [Tile(item.matrix, item.flags >> 8, bool(item.flags & 1), bool(item.flags & 2)) for item in items]
+    items, starts = (table.tolist() for table in share_out(batch, results, clusters))
+    tiles = [Tile(matrix, f >> 8, bool(f & 1), bool(f & 2)) for pair in items for matrix, _, _, f in pair]
     pairs = list(zip(tiles[::2], tiles[1::2], strict=True))
     products = sum(batch * result.tiles * kind[0] for result, kind in zip(results, kinds, strict=True))
     return program, [pairs[start:end] for start, end in pairwise(starts)], products

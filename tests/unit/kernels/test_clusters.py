@@ -1,4 +1,4 @@
-"""How symmetric products are shared out to pairs of thread blocks. The kernel itself is tested on a GPU."""
+"""How products are shared out to pairs of thread blocks, and launched. The kernel itself is tested on a GPU."""
 
 import ctypes
 from importlib import resources
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshmuon.kernels import clusters, cuda
-from meshmuon.kernels.agenda import Product, Result, pair_up, set_size, share_out, tiles_before
+from meshmuon.kernels.agenda import Item, Product, Result, pair_up, set_size, share_out, tiles_before
 from meshmuon.kernels.configs import choose_config
 
 SHARED, IDLE, SHIFT = 1, 2, 8
@@ -63,8 +63,8 @@ def test_at_most_one_block_idles():
 
 @pytest.mark.parametrize("count", [1, 5, 66])
 def test_each_cluster_gets_its_pairs(count):
-    pairs = pair_up(range(3), square(640))
-    items, starts = share_out(3, [square(640)], count)
+    pairs = pair_up(range(4), square(640))
+    items, starts = shared_out(4, [square(640)], count)
     assert len(starts) == count + 1
     assert 2 * starts[-1] == len(items) == 2 * len(pairs)
     for cluster, (start, end) in enumerate(pairwise(starts)):
@@ -74,6 +74,11 @@ def test_each_cluster_gets_its_pairs(count):
         )
 
 
+def shared_out(*arguments):
+    items, starts = share_out(*arguments)
+    return [Item(*item) for item in items.reshape(-1, 4).tolist()], starts.tolist()
+
+
 PROGRAM = [square(300), square(300), Result(300, 500, mirrored=False)] * 2
 
 
@@ -81,7 +86,7 @@ PROGRAM = [square(300), square(300), Result(300, 500, mirrored=False)] * 2
 @pytest.mark.parametrize("batch", [1, 2, 7, 100])
 def test_nobody_waits_for_tiles_that_come_later(batch, clusters_at_once):
     """Or clusters could wait for each other for ever. The order of all is that in which clusters take turns."""
-    items, starts = share_out(batch, PROGRAM, clusters_at_once)
+    items, starts = shared_out(batch, PROGRAM, clusters_at_once)
     queues = [items[2 * start : 2 * end] for start, end in pairwise(starts)]
     before = tiles_before(PROGRAM)
     written = dict.fromkeys(range(batch), 0)
@@ -96,7 +101,7 @@ def test_nobody_waits_for_tiles_that_come_later(batch, clusters_at_once):
 
 
 def test_both_blocks_of_a_pair_are_in_the_same_product():
-    items, _ = share_out(7, PROGRAM, 3)  # they share the places in shared memory, and so have to need as many
+    items, _ = shared_out(7, PROGRAM, 3)  # they share the places in shared memory, and so have to need as many
     assert all(one.flags >> SHIFT == other.flags >> SHIFT for one, other in zip(items[::2], items[1::2], strict=True))
 
 
@@ -118,7 +123,9 @@ def test_only_large_products_on_hopper_go_to_clusters():
     for architecture in ("blackwell", "ampere", "rocm", "other"):
         assert not choose_config(architecture, 8, 2048, 8192, torch.float16).clusters
     assert not clusters.can_run(torch.device("cpu"), torch.float16, batch=8, results=(square(2048),))
-    assert clusters.describe(torch.device("cpu"), torch.float16).endswith("stay with Triton: not on a Hopper GPU")
+    assert clusters.describe(torch.device("cpu"), torch.float16).endswith(
+        "stay with Triton and cuBLAS: not on a Hopper GPU"
+    )
 
 
 def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(monkeypatch):
@@ -127,7 +134,7 @@ def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(m
 
     monkeypatch.setattr(cuda, "_nvrtc", missing)
     clusters._kernel.cache_clear()
-    with pytest.warns(UserWarning, match=r"libnvrtc.so.99 was not found.*same bits"):
+    with pytest.warns(UserWarning, match=r"libnvrtc.so.99 was not found.*cuBLAS are used"):
         assert clusters._kernel(torch.device("cuda", 0), torch.float16) == "OSError: libnvrtc.so.99 was not found"
     clusters._kernel.cache_clear()
 
@@ -185,6 +192,7 @@ def launched_programs(monkeypatch):
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
     monkeypatch.setattr(clusters, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: mock.Mock(cuda_stream=7))
+    monkeypatch.setattr(clusters, "_in_turn", lambda device, stream, launch: launch())
     return driver, launched
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -102,16 +103,25 @@ def test_no_more_memory_than_the_values_that_are_needed_at_a_time(form, steps, r
     assert program.held(10, 30) == small * 100 + large * 300
 
 
-def test_a_stack_is_used_again_only_when_nobody_reads_it_any_more():
-    schedule = resolve_schedule("polar_express", 5)
-    program = write_program("gram", schedule, (2,), folded=True)
-    x = matrices()
-    expected = by_torch(program, x)
-    free = program.columns.index("m")
-    early = [replace(product, d=free) if product.mirrored else product for product in program.products]
-    with pytest.raises(AssertionError, match="tiles read"):
-        by_torch(replace(program, products=tuple(early)), x)
-    assert expected.isfinite().all()
+@pytest.mark.parametrize(("form", "steps", "restarts", "folded"), FORMS)
+def test_a_stack_is_used_again_only_when_nobody_reads_it_any_more(form, steps, restarts, folded):
+    """What stands in a stack when a product reads it is the value that was meant."""
+    schedule = resolve_schedule("polar_express", steps)
+    program = write_program(form, schedule, restarts, folded=folded)
+
+    def unplaced(writer, result):
+        return module.Program(tuple(writer._products), (), result, writer._halves)
+
+    with mock.patch.object(module._Writer, "finish", unplaced):
+        values = write_program.__wrapped__(form, schedule, restarts, folded=folded)
+    holds = dict(zip([0, *(program.halves or ())], [0, *(values.halves or ())], strict=True))
+    for meant, product in zip(values.products, program.products, strict=True):
+        for name in ("a", "b", "c"):
+            stack = getattr(product, name)
+            assert stack is None or holds[stack] == getattr(meant, name)
+        assert product.d not in (product.a, product.b, product.c)
+        holds[product.d] = meant.d
+    assert holds[program.result] == values.result
 
 
 def test_a_program_that_is_too_long_for_a_launch_is_none():
@@ -160,9 +170,11 @@ def test_larger_ones_and_longer_programs_do_not(hopper):
 
 
 def test_without_the_kernel_there_is_no_program(hopper, monkeypatch):
+    assert choose(768, 768, invariant=False).invariant, "nothing else can come of a program"
     monkeypatch.setattr(recipes, "is_available", lambda *_: False)
     assert choose(768, 768).program is None
     assert not choose(768, 768).invariant
+    assert choose(2048, 2048).invariant, "by cuBLAS, one at a time"
     assert not clusters.is_available(torch.device("cpu"), torch.float16)
 
 
@@ -179,10 +191,9 @@ class Stand:
 
     def __call__(self, products, stacks, written=None):
         self.made.append((len(products), None if written is None else written.tolist()))
-        program = module.Program(tuple(products), ("n",), 0, None)
 
         def launch():
-            for product in program.products:
+            for product in products:
                 b = stacks[product.b].mT if product.mirrored else stacks[product.b]
                 c = stacks[product.d].zero_() if product.c is None else stacks[product.c]
                 result = torch.baddbmm(c, stacks[product.a], b, beta=product.beta, alpha=product.alpha)
@@ -196,8 +207,8 @@ def test_beside_other_ranks_every_product_is_a_launch_of_its_own(monkeypatch, wo
     made = []
     monkeypatch.setattr(module, "ClusterLaunch", Stand(made))
     monkeypatch.setattr(module.clusters, "can_run", lambda *_, **__: True)
-    monkeypatch.setattr(module.distributed, "is_initialized", lambda: world > 1)
-    monkeypatch.setattr(module.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(clusters.distributed, "is_initialized", lambda: world > 1)
+    monkeypatch.setattr(clusters.distributed, "get_world_size", lambda: world)
     schedule = resolve_schedule("polar_express", 5)
     program = copy.deepcopy(write_program("standard", schedule, (), folded=False))  # knows nothing yet
     x = matrices()
@@ -207,13 +218,16 @@ def test_beside_other_ranks_every_product_is_a_launch_of_its_own(monkeypatch, wo
     assert torch.equal(got, by_form("standard", schedule, (), False, x))
 
 
-def test_what_cannot_run_now_is_asked_again(monkeypatch):
-    answers = [False, True]
+def test_what_cannot_run_now_is_asked_again_until_it_has_run(monkeypatch):
+    answers = [False, True, True]
+    monkeypatch.setattr(module, "ClusterLaunch", Stand([]))
     monkeypatch.setattr(module.clusters, "can_run", lambda *_, **__: answers.pop(0))
     program = copy.deepcopy(write_program("standard", resolve_schedule("polar_express", 5), (), folded=False))
     x = matrices()
     assert not module.can_run(program, x)
     assert module.can_run(program, x)
+    assert module.can_run(program, x), "asked again: nothing was prepared yet"
+    module.run_program(program, [x.clone()])
     assert module.can_run(program, x), "known by now"
 
 
@@ -221,22 +235,37 @@ class Stream:
     def __init__(self, name, waits):
         self.name, self.waits = name, waits
 
-    def wait_stream(self, other):
-        self.waits.append((self.name, other.name))
+    def wait_event(self, event):
+        self.waits.append((self.name, event.of))
 
 
-def test_a_program_on_another_stream_waits_for_the_one_before(monkeypatch):
-    waits = []
+class Event:
+    def record(self, stream):
+        self.of = stream.name
+
+
+def test_a_launch_that_waits_inside_follows_the_one_before_on_another_stream(monkeypatch):
+    waits, launched = [], []
     one, other = Stream("one", waits), Stream("other", waits)
     capturing = [False]
-    monkeypatch.setattr(module, "_last_stream", {})
-    monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(clusters, "_last", {})
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     device = torch.device("cuda", 0)
     for stream in (one, one, other, other, one):
-        monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _, stream=stream: stream)
-        module._wait_for_other_streams(device)
+        clusters._in_turn(device, stream, lambda stream=stream: launched.append(stream.name))
     assert waits == [("other", "one"), ("one", "other")]
     capturing[0] = True  # a stream that is captured cannot wait for one that is not
-    monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _: other)
-    module._wait_for_other_streams(device)
+    clusters._in_turn(device, other, lambda: launched.append("captured"))
     assert len(waits) == 2
+    assert launched == ["one", "one", "other", "other", "one", "captured"]
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(monkeypatch):
+    asked = []
+    monkeypatch.setattr(clusters, "_impossible", lambda *_: "")
+    monkeypatch.setattr(clusters, "is_available", lambda *_: asked.append(1) or True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    results = (clusters.Result(768, 768, True),)
+    assert not clusters.can_run(torch.device("cuda", 0), torch.float16, batch=3, results=results)
+    assert not asked
