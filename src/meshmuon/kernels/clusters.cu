@@ -3,15 +3,16 @@
 //   D = alpha A B + beta C             where it is not.
 //
 // Tiles are 128x128. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles of one column: each
-// loads its own rows of A, and half of B for both. In a block, one thread loads, and two groups of 128 threads take turns:
-// while one multiplies its tile, the other rounds and stores the one before. So the tensor cores never wait for a result
-// to be written. What is multiplied passes through a ring of slots in shared memory; so does C, in a slot of its own
-// behind the last one of its tile.
+// loads its own rows of A, and half of B for both. In a block, two groups of 128 threads take turns: while one multiplies
+// its tile, the other rounds the one before and puts it into staging memory. Four warps serve them: one loads, one looks
+// ahead for what may be loaded, and two store what is staged. So the tensor cores never wait for memory. What is
+// multiplied passes through a ring of slots in shared memory; so does C, in a slot of its own behind the last one of its
+// tile.
 //
-// A product may read what one before it wrote. For each matrix a counter in memory says how many tiles are written, of all
-// products so far; who loads waits until it says enough. Nobody waits for tiles that come later in the list of items, so
-// that somebody can always go on, as long as all blocks are there at the same time. Between the products of one matrix
-// come those of others: then nobody waits at all, and there is no pause between two products.
+// A product may read what one before it wrote. For each matrix a counter says how many tiles are written, of all products
+// so far; the warp that looks ahead waits until it says enough. Nobody waits for tiles that come later in the list of
+// items, so that somebody can always go on, as long as all blocks are there at the same time. Between the products of one
+// matrix come those of others: then nobody waits at all, and there is no pause between two products.
 //
 // The design is that of NVIDIA's CUTLASS for Hopper ("ping-pong" kernels: https://github.com/NVIDIA/cutlass).
 //
@@ -269,7 +270,8 @@ __device__ __forceinline__ void wait_for_scout(uint32_t progress, int index) {
 
 // ---- the warp that loads
 
-__device__ __forceinline__ void load_tile(Ring& ring, const Program& program, const Product& product, Item item, uint32_t rank) {
+__device__ __forceinline__ void load_tile(
+    Ring& ring, const Program& program, const Product& product, Item item, uint32_t rank) {
   const TensorMap &a = program.maps[product.a], &b = program.maps[product.b];
   const bool turned = !product.mirrored;
   const int steps = product.steps, across = item.col + (item.shared() ? 64 * rank : 0);
@@ -313,7 +315,8 @@ __device__ __forceinline__ void load_nothing(Ring& ring, int slots) {
   }
 }
 
-__device__ __forceinline__ void load_items(Ring ring, Agenda agenda, const Program& program, bool scouted, uint32_t progress) {
+__device__ __forceinline__ void load_items(
+    Ring ring, Agenda agenda, const Program& program, bool scouted, uint32_t progress) {
   Item following = agenda.at(agenda.first);
   for (int index = agenda.first; index < agenda.last; ++index) {
     const Item item = following;
@@ -539,6 +542,44 @@ struct Group {
   }
 };
 
+__device__ __forceinline__ void multiply_items(Group& group, Agenda agenda, const Program& program) {
+  float top[64], bottom[64];
+  int position = 0;  // in the ring, of all that was loaded before
+  for (int index = agenda.first; index < agenda.last; ++index) {
+    const Item item = agenda.at(index);
+    const Product& product = program.products[item.product()];
+    const int here = position;
+    position += product.steps + product.add;
+    if (((index - agenda.first) & 1) != group.number) continue;
+    group.ring.go_to(here);
+    if (index > agenda.first) group.take_turn();
+    if (item.idle()) {
+      group.pass(product.steps + product.add);
+      if (index + 1 < agenda.last) group.give_turn();
+      continue;
+    }
+    const int unreleased = product.mirrored ? group.accumulate<false>(top, bottom, product.steps)
+                                            : group.accumulate<true>(top, bottom, product.steps);
+    if (product.add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
+    if (index + 1 < agenda.last) group.give_turn();
+    products_wait<0>();
+    settle(top);
+    settle(bottom);
+    group.release(unreleased);
+    group.round<0>(top, item, product);
+    group.round<1>(top, item, product);
+    group.round<2>(bottom, item, product);
+    group.round<3>(bottom, item, product);
+    if (product.add) {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // C has been read, and may be overwritten
+      group.sync();
+      group.release(group.ring.slot);
+    }
+    group.write(item, product);
+  }
+  if (agenda.first < agenda.last) group.staging.wait_free();  // all is read
+}
+
 // items: for each pair of tiles, (matrix, row, column, flags and product) of either block. starts: where each cluster's
 // items begin. written: for each matrix, how many of its tiles are, from zero on; null where no product waits for another.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
@@ -565,13 +606,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   cluster_sync();
   const int cluster = blockIdx.x >> 1;
   const Agenda agenda = {items, uniform(starts[cluster]), uniform(starts[cluster + 1]), rank};
-  const int first = agenda.first, last = agenda.last;
   const int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int warp = uniform(threadIdx.x >> 5);
     if (warp < 2) wait_for_kernel_before();  // what else is read or written comes after; tables and maps were there
-    if (first == last) {
+    if (agenda.first == agenda.last) {
+      // Nothing to do for this cluster.
     } else if (warp == 0) {
       load_items(ring, agenda, program, written != nullptr, progress);
     } else if (warp == 1) {
@@ -586,41 +627,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     group.number = role - 1;
     group.thread = threadIdx.x & 127;
     group.staging = {staging + group.number * 2 * kBoxBytes, group.number};
-    float top[64], bottom[64];
-    int position = 0;  // in the ring, of all that was loaded before
-    for (int index = first; index < last; ++index) {
-      const Item item = agenda.at(index);
-      const Product& product = program.products[item.product()];
-      const int here = position;
-      position += product.steps + product.add;
-      if (((index - first) & 1) != group.number) continue;
-      group.ring.go_to(here);
-      if (index > first) group.take_turn();
-      if (item.idle()) {
-        group.pass(product.steps + product.add);
-        if (index + 1 < last) group.give_turn();
-        continue;
-      }
-      const int unreleased = product.mirrored ? group.accumulate<false>(top, bottom, product.steps)
-                                              : group.accumulate<true>(top, bottom, product.steps);
-      if (product.add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
-      if (index + 1 < last) group.give_turn();
-      products_wait<0>();
-      settle(top);
-      settle(bottom);
-      group.release(unreleased);
-      group.round<0>(top, item, product);
-      group.round<1>(top, item, product);
-      group.round<2>(bottom, item, product);
-      group.round<3>(bottom, item, product);
-      if (product.add) {
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // C has been read, and may be overwritten
-        group.sync();
-        group.release(group.ring.slot);
-      }
-      group.write(item, product);
-    }
-    if (first < last) group.staging.wait_free();  // all is stored
+    multiply_items(group, agenda, program);
   }
   cluster_sync();  // no block may leave while the other one can still signal to it
 }
