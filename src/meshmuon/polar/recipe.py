@@ -113,8 +113,8 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
-        launches = " in one launch" if self.program else ""
-        kernels = f" {self.kernels.products} kernels{launches}" if self.fused else ""
+        together = ", products as a program" if self.program else ""
+        kernels = f" {self.kernels.products} kernels{together}" if self.fused else ""
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 

@@ -155,7 +155,7 @@ def test_on_hopper_matrices_go_through_all_products_in_one_launch_and_keep_their
     recipe = choose(m, n)
     assert recipe.program is not None
     assert recipe.invariant, "without being asked to"
-    assert recipe.describe().endswith("triton kernels in one launch")
+    assert recipe.describe().endswith("triton kernels, products as a program")
     assert recipe.workspace_bytes(m, n) == 2 * recipe.program.held(m, n)
     assert copy.deepcopy(recipe).program.products == recipe.program.products
 
