@@ -2,6 +2,7 @@
 
 import importlib.util
 import threading
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -122,17 +123,23 @@ def test_a_shape_first_seen_while_a_graph_is_captured_goes_to_triton():
     assert torch.equal(out, symmetric_matmul_with(TRITON, a))
 
 
-def test_two_streams_at_once():
-    ones = [random(40, 640, 512, seed=seed) for seed in range(2)]
-    expected = [symmetric_matmul_with(TRITON, one) for one in ones]
+def on_two_streams(compute, ones):
+    """Compute each on a stream of its own, at the same time, twenty times."""
     streams = [torch.cuda.Stream() for _ in ones]
     torch.cuda.synchronize()
     for _ in range(20):
         found = []
         for one, stream in zip(ones, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(symmetric_matmul(one))
+                found.append(compute(one))
         torch.cuda.synchronize()
+        yield found
+
+
+def test_two_streams_at_once():
+    ones = [random(40, 640, 512, seed=seed) for seed in range(2)]
+    expected = [symmetric_matmul_with(TRITON, one) for one in ones]
+    for found in on_two_streams(symmetric_matmul, ones):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -265,16 +272,10 @@ def test_a_captured_program_has_the_same_bits_with_other_data():
 
 def test_programs_on_two_streams_at_once():
     """Both want the whole GPU, and neither may hold a part of it while it waits for the rest."""
+    standard = partial(by_program, "standard", (), False)
     ones = [normalised(40, 640, 512), normalised(24, 512, 768)]
-    expected = [by_program("standard", (), False, one) for one in ones]
-    streams = [torch.cuda.Stream() for _ in ones]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        found = []
-        for one, stream in zip(ones, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(by_program("standard", (), False, one))
-        torch.cuda.synchronize()
+    expected = [standard(one) for one in ones]
+    for found in on_two_streams(standard, ones):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 

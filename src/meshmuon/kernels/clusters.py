@@ -224,6 +224,30 @@ def at_once() -> bool:
     return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
+def in_parts(products: Sequence[Product]) -> list[Sequence[Product]]:
+    """Say what each launch of a program computes here.
+
+    Args:
+        products: The program.
+
+    Returns:
+        All of it, or one product each. See [Note: at once].
+    """
+    return [products] if at_once() else [[product] for product in products]
+
+
+def counters(stack: Tensor) -> Tensor | None:
+    """Make what the launches of a program count written tiles with.
+
+    Args:
+        stack: One of the program's.
+
+    Returns:
+        A zero for each matrix; None where each product is a launch of its own.
+    """
+    return torch.zeros(len(stack), dtype=torch.int32, device=stack.device) if at_once() else None
+
+
 _turn = threading.Lock()
 _last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 

@@ -113,11 +113,9 @@ def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tens
         return _gram(device, dtype)
     r, product = x.new_empty(batch, m, m), torch.empty_like(x)
     products = [Product(a=0, b=0, c=None, d=1, mirrored=True), Product(a=1, b=0, c=None, d=2, mirrored=False)]
-    if clusters.at_once():
-        clusters.ClusterLaunch(products, [x, r, product], torch.zeros(batch, dtype=torch.int32, device=device))()
-    else:
-        for one in products:
-            clusters.ClusterLaunch([one], [x, r, product])()
+    written = clusters.counters(x)
+    for part in clusters.in_parts(products):
+        clusters.ClusterLaunch(part, [x, r, product], written)()
     expected = torch.bmm(x.double(), x.double().mT).to(dtype)
     return product, torch.bmm(expected.double(), x.double())
 

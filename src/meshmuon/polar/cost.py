@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import split_at
@@ -107,24 +105,21 @@ def svd_bytes(m: int, n: int) -> int:
     return 8 * (5 * m * n + 2 * m * m)
 
 
-def program_bytes(
-    m: int, n: int, *, held: Callable[[int, int], int], dtype: torch.dtype, input_dtype: torch.dtype
-) -> int:
+def program_bytes(m: int, n: int, *, held: int, compute_bytes: int, input_bytes: int) -> int:
     """Bound the memory one matrix takes where its products are one program.
 
     Args:
         m: Short side.
         n: Long side.
-        held: The numbers that a program holds of a matrix, the input included.
-        dtype: What products are computed in.
-        input_dtype: Of the packed input.
+        held: The numbers that the program holds of a padded matrix, its input included.
+        compute_bytes: Bytes of an element in the compute dtype.
+        input_bytes: Bytes of an element of the packed input.
 
     Returns:
         Bytes.
     """
-    in_place = (m, n) == (padded(m), padded(n)) and dtype.itemsize == input_dtype.itemsize
-    m, n = padded(m), padded(n)
-    return held(m, n) * dtype.itemsize + (0 if in_place else m * n * input_dtype.itemsize)
+    in_place = (m, n) == (padded(m), padded(n)) and compute_bytes == input_bytes
+    return held * compute_bytes + (0 if in_place else padded(m) * padded(n) * input_bytes)
 
 
 def workspace_bytes(

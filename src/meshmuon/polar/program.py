@@ -8,12 +8,10 @@ intermediate results that is used again as soon as nobody needs it any more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from meshmuon.kernels import clusters
@@ -197,7 +195,7 @@ def can_run(program: Program, x: Tensor) -> bool:
     """
     if _kind(x) in _known.setdefault(program, _Known()).runnable:
         return True
-    every = (clusters.results_of(part, _shapes(program, x)) for part in _parts(program))
+    every = (clusters.results_of(part, _shapes(program, x)) for part in clusters.in_parts(program.products))
     return all(clusters.can_run(x.device, x.dtype, batch=len(x), results=results) for results in every)
 
 
@@ -216,16 +214,10 @@ def run_program(program: Program, x: Given) -> Tensor:
     if program.halves is not None:
         high, rest = program.halves
         symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
-    written = torch.zeros(len(x), dtype=torch.int32, device=x.device) if clusters.at_once() else None
-    for launch in _bind(program, stacks, written):
+    for launch in _bind(program, stacks, clusters.counters(x)):
         launch()
     _known[program].runnable.add(_kind(x))
     return stacks[program.result]
-
-
-def _parts(program: Program) -> list[Sequence[Product]]:
-    """What each launch computes. See [Note: at once] in kernels/clusters.py."""
-    return [program.products] if clusters.at_once() else [[product] for product in program.products]
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
@@ -245,5 +237,5 @@ def _bind(program: Program, stacks: list[Tensor], written: Tensor | None) -> lis
     if key not in known:
         if len(known) >= _MOST_BOUND:
             known.clear()
-        known[key] = [ClusterLaunch(part, stacks, written) for part in _parts(program)]
+        known[key] = [ClusterLaunch(part, stacks, written) for part in clusters.in_parts(program.products)]
     return known[key]

@@ -18,7 +18,7 @@ from meshmuon.polar.program import Program, write_program
 
 # The short side up to which products follow each other in one launch; for larger ones cuBLAS multiplies faster. From
 # here on one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at 4096: NOTES.md).
-_CHAINED_TO = 2048
+_PROGRAMS_TO = 2048
 # Numbers a CPU takes through a step at a time: 16 MB in fp32. With fewer its threads would wait for each other.
 _CPU_NUMBERS = 2**22
 
@@ -93,14 +93,14 @@ class Recipe:
         """Bound the memory for one m×n matrix (m <= n)."""
         if self.form == "svd":
             return cost.svd_bytes(m, n)
+        sizes = {"compute_bytes": self.dtype.itemsize, "input_bytes": self.input_dtype.itemsize}
         if self.program is not None:
-            return cost.program_bytes(m, n, held=self.program.held, dtype=self.dtype, input_dtype=self.input_dtype)
+            return cost.program_bytes(m, n, held=self.program.held(cost.padded(m), cost.padded(n)), **sizes)
         gram = self.form == "gram"
         return cost.workspace_bytes(
             m,
             n,
-            compute_bytes=self.dtype.itemsize,
-            input_bytes=self.input_dtype.itemsize,
+            **sizes,
             fused=self.fused and not self.one_by_one,  # then the input stays until the last result is there
             small=held_small(self.schedule, self.restarts, folded=self.folded) if gram else 2,
         )
@@ -162,9 +162,9 @@ def choose_recipe(
     folded = folded and form == "gram"
     restarts = restarts if form == "gram" else ()
     program = None
-    if symmetric and m <= _CHAINED_TO and form != "svd" and is_available(device, compute):
+    if symmetric and m <= _PROGRAMS_TO and form != "svd" and is_available(device, compute):
         program = write_program(form, schedule, restarts, folded=folded)
-    free = program is not None or (symmetric and m >= _CHAINED_TO)  # of charge
+    free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,
