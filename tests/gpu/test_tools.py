@@ -8,7 +8,7 @@ import torch
 
 from meshmuon.bench import tune
 from meshmuon.bench.polar import run_polar
-from meshmuon.bench.steps import OPTIMIZERS, run_steps
+from meshmuon.bench.steps import ON_GPU, run_steps
 from meshmuon.kernels.configs import architecture_of
 from meshmuon.testing import health
 
@@ -24,7 +24,7 @@ def test_steps_are_measured():
     results = run_steps("cuda", say=said.append, repeats=1, size="quick")
     assert results.pop("ceilings")["flops"] > 0
     (row,) = results.values()
-    assert set(row["optimizers"]) == set(OPTIMIZERS) and row["floor ms"] > 0
+    assert set(row["optimizers"]) == set(ON_GPU) and row["floor ms"] > 0
     assert all(numbers["ms"] > 0 and numbers["extra GB"] >= 0 for numbers in row["optimizers"].values())
     assert max(len(line) for text in said for line in text.splitlines()) <= 80
 

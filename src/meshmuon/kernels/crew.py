@@ -70,7 +70,7 @@ def share_elementwise(
     Returns:
         What each call returned.
     """
-    return share(work, items, device=device) if numbers > _MANY else [work(item) for item in items]
+    return share(work, items, device=device, large=numbers > _MANY)
 
 
 class _Job(Generic[Item, Result]):

@@ -2,7 +2,8 @@
 
 [Note: panels] A product of many rows is computed by panels of rows, which several threads can share. The cut depends on
 the shape alone, so the bits do too. Of a product that is symmetric, a panel ends at the diagonal and the rest is its
-mirror image: five eighths of the work at 512 rows.
+mirror image: five eighths of the work at 512 rows. Numbers of 16 bits take larger panels: their products are fast only
+on processors that multiply large tiles of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from meshmuon.kernels.crew import share
 from meshmuon.polar.coefficients import Triple
 from meshmuon.polar.operations import TorchOperations, quadratic_rows
 
-_PANEL = 128
-PANELS_FROM = 3 * _PANEL  # rows below which a panel costs as much as it saves
+_PANEL, _PANEL_OF_16_BITS = 128, 256
+PANELS_FROM, PANELS_OF_16_BITS_FROM = 384, 512  # rows below which a panel costs as much as it saves
 
 
 class CpuOperations(TorchOperations):
@@ -53,7 +54,8 @@ class CpuOperations(TorchOperations):
 
     def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return factor·x, in `out` if given."""
-        if factor.shape[1] < PANELS_FROM:
+        panels = _panels(factor.shape[1], x.dtype)
+        if len(panels) == 1:
             return torch.bmm(factor, x, out=out)
         out = torch.empty_like(x) if out is None else out
 
@@ -61,15 +63,16 @@ class CpuOperations(TorchOperations):
             for left, right, result in zip(factor, x, out, strict=True):
                 torch.mm(left[rows], right, out=result[rows])  # nothing beside the result
 
-        share(write, _panels(factor.shape[1]), device=x.device)
+        share(write, panels, device=x.device)
         return out
 
 
 def _symmetric(x: Tensor, up_to_diagonal: Callable[[slice], Tensor]) -> Tensor:
     """Put together a symmetric matrix for each of x, from parts of its rows that end at the diagonal."""
     batch, m, _ = x.shape
-    if m < PANELS_FROM:
-        return up_to_diagonal(slice(0, m))
+    panels = _panels(m, x.dtype)
+    if len(panels) == 1:
+        return up_to_diagonal(panels[0])
     whole = x.new_empty(batch, m, m)
 
     def write(rows: slice) -> None:
@@ -77,22 +80,24 @@ def _symmetric(x: Tensor, up_to_diagonal: Callable[[slice], Tensor]) -> Tensor:
         whole[:, rows, : rows.stop] = part
         whole[:, : rows.start, rows] = part[:, :, : rows.start].mT
 
-    share(write, _panels(m), device=whole.device)
+    share(write, panels, device=whole.device)
     return whole
 
 
-def count_panels(rows: int) -> int:
+def count_panels(rows: int, dtype: torch.dtype) -> int:
     """Count the parts that threads can share of a product with so many rows.
 
     Args:
         rows: Of the result.
+        dtype: Of its numbers.
 
     Returns:
         How many; 1 if it is not cut.
     """
-    return len(_panels(rows)) if rows >= PANELS_FROM else 1
+    return len(_panels(rows, dtype))
 
 
-def _panels(m: int) -> list[slice]:
+def _panels(m: int, dtype: torch.dtype) -> list[slice]:
     """Cut rows into panels; the last first, which of a symmetric product are the longest."""
-    return [slice(max(0, end - _PANEL), end) for end in range(m, 0, -_PANEL)]
+    least, panel = (PANELS_OF_16_BITS_FROM, _PANEL_OF_16_BITS) if dtype.itemsize == 2 else (PANELS_FROM, _PANEL)
+    return [slice(max(0, end - panel), end) for end in range(m, 0, -panel)] if m >= least else [slice(0, m)]

@@ -144,22 +144,28 @@ def _by_threads(x: Tensor, recipe: Recipe, *, consume: bool) -> Tensor:
     threads, rows = torch.get_num_threads(), cost.padded(m)
     in_place = consume and x.is_contiguous() and x.dtype == recipe.dtype and (m, n) == (rows, cost.padded(n))
     result = x if in_place else x.new_empty(batch, rows, cost.padded(n), dtype=recipe.dtype)
-    few = batch % threads if count_panels(rows) > batch % threads else 0
-    whole = batch - few
-    at_once = min(max(1, _CACHED_NUMBERS // rows**2), math.ceil(batch / threads))
+    few = batch % threads if count_panels(rows, recipe.dtype) > batch % threads else 0
 
-    def start(first: int, count: int = 1) -> Tensor:
-        return _normalised_by_torch(x[first : first + count], recipe)
+    def start(part: slice) -> Tensor:
+        return _normalised_by_torch(x[part], recipe)
 
-    def find(first: int) -> None:
-        count = min(at_once, whole - first)
-        _iterate([start(first, count)], recipe, out=result[first : first + count])
+    def find(part: slice) -> None:
+        _iterate([start(part)], recipe, out=result[part])
 
-    large = 16 * batch * m * m * n > _LARGE
-    share(find, range(0, whole, at_once), device=x.device, large=large)
-    for i in range(whole, batch):
-        _iterate(share(start, [i], device=x.device), recipe, out=result[i : i + 1])
+    parts = _even_parts(batch - few, most=max(1, _CACHED_NUMBERS // rows**2), threads=threads)
+    share(find, parts, device=x.device, large=16 * batch * m * m * n > _LARGE)
+    for i in range(batch - few, batch):
+        one = slice(i, i + 1)
+        _iterate(share(start, [one], device=x.device), recipe, out=result[one])
     return result[:, :m, :n]
+
+
+def _even_parts(count: int, *, most: int, threads: int) -> list[slice]:
+    """Cut a stack into parts of at most so many, the same share for every thread; longer ones first."""
+    rounds = math.ceil(count / (threads * most))
+    parts = min(count, threads * rounds)
+    ends = [math.ceil(count * i / parts) for i in range(1, parts + 1)]
+    return sorted(map(slice, [0, *ends], ends), key=lambda part: part.start - part.stop)
 
 
 def _one_by_one(start: Tensor, recipe: Recipe) -> Tensor:

@@ -60,11 +60,26 @@ def test_ceilings_are_rates():
 
 def test_tables_fit_eighty_columns():
     row = {"ms": 1234.56, "least ms": 1.0, "host ms": 123.45, "first ms": 98765.0, "extra GB": 12.34}
-    text = steps.gpu_table("llama-8b/4", dict.fromkeys(steps.OPTIMIZERS, row), 100.0)
+    text = steps.gpu_table("llama-8b/4", dict.fromkeys(steps.ON_GPU, row), 100.0)
     for name in CPU:
-        text += steps.cpu_table(name, dict.fromkeys(steps.OPTIMIZERS, row))
+        text += steps.cpu_table(name, dict.fromkeys(steps.ON_CPU, row))
     assert max(map(len, text.splitlines())) <= 80
     assert "12.35" in text, "x floor"
+
+
+def test_a_very_slow_optimizer_is_timed_once(monkeypatch):
+    steps_taken = []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            steps_taken.append(self)
+
+    monkeypatch.setattr(steps, "ON_CPU", {"slow": Slow, "quick": Slow})
+    times = iter([5000.0, 20.0, 10.0, 12.0, 11.0])
+    monkeypatch.setattr(steps, "milliseconds", lambda work, device: (work(), next(times))[1])
+    rows = steps.on_cpu([(4, 4)], repeats=3)
+    assert len(steps_taken) == 5
+    assert rows == {"slow": {"ms": 5000.0, "least ms": 5000.0}, "quick": {"ms": 11.0, "least ms": 10.0}}
 
 
 def test_readers_of_recorded_results_still_work(capsys):

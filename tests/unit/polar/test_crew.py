@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.distributed.memory import LiveBytes
 from tests.threads import using
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshmuon import Muon, Orthogonalizer, orthogonalize
 from meshmuon.kernels import crew
@@ -24,6 +26,7 @@ from meshmuon.polar.operations import TorchOperations
 from meshmuon.polar.recipe import choose_recipe
 
 CPU = torch.device("cpu")
+GRAIN = 32768  # numbers from which torch gives element-wise work to several threads
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -262,18 +265,23 @@ def test_steps_do_not_depend_on_the_number_of_threads():
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="measured with MKL")
-def test_shared_products_would_have_other_bits(monkeypatch):
-    """The sabotage: the library's own threads. If bits agreed, the tests above would show nothing."""
+def test_a_library_that_cuts_sums_between_its_threads_cannot_change_a_bit(monkeypatch):
+    """As MKL does on some processors. The sabotage, products left to the library's threads, has other bits."""
+    plain = torch.bmm
 
-    def by_the_library(work, items, *, device, large=True):
-        return [work(item) for item in items]
+    def by_threads(left, right, out=None):
+        number = torch.get_num_threads()
+        halves = zip(left.chunk(number, dim=-1), right.chunk(number, dim=-2), strict=True)
+        total = functools.reduce(torch.add, (plain(*half) for half in halves))
+        return total if out is None else out.copy_(total)
 
     x = random(128, 1024)
+    monkeypatch.setattr(torch, "bmm", by_threads)
     with using(1):
         alone = orthogonalize(x)
-    monkeypatch.setattr("meshmuon.polar.orthogonalize.share", by_the_library)
     with using(2):
+        assert torch.equal(orthogonalize(x), alone)
+        monkeypatch.setattr(whole, "share", lambda work, items, *, device, large=True: list(map(work, items)))
         assert not torch.equal(orthogonalize(x), alone)
 
 
@@ -317,6 +325,10 @@ def test_a_panel_ends_at_the_diagonal(monkeypatch):
     with using(1):
         CpuOperations().gram(x)
     assert sum(counted) == 512**3 * 5 // 8
+    counted.clear()
+    with using(1):
+        CpuOperations().gram(x.bfloat16())
+    assert sum(counted) == 512**3 * 3 // 4, "two panels in 16 bits"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -406,6 +418,42 @@ def test_few_large_matrices_share_their_panels(monkeypatch):
         calls.clear()
         orthogonalize(random(3, PANELS_FROM, PANELS_FROM))
         assert set(calls) == {(False, 1)}, "three are not"
+
+
+@pytest.mark.parametrize("shape", [(192, 192), (192, 768), (400, 400)])
+def test_no_part_of_a_step_is_left_to_the_threads_of_torch(shape):
+    """They would go on spinning on the cores that ours need: a third of a step was lost to that."""
+    left = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            numbers = max((t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), default=0)
+            computes = not func.is_view and "empty" not in str(func)
+            if computes and numbers > GRAIN and torch.get_num_threads() > 1:
+                left.append((str(func), numbers))
+            return func(*args, **(kwargs or {}))
+
+    params = [torch.nn.Parameter(torch.ones(shape)) for _ in range(5)]
+    optimizer = Muon(params)
+    for p in params:
+        p.grad = random(*shape)
+    with using(2), Watching():
+        optimizer.step()
+        torch.ones(2 * GRAIN) + 1
+    assert left == [("aten.add.Tensor", 2 * GRAIN)], "the last is not of the step, and shows that somebody looks"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 12, 18, 100])
+@pytest.mark.parametrize("most", [1, 5, 1000])
+def test_threads_get_the_same_share(count, most, threads):
+    parts = whole._even_parts(count, most=most, threads=threads)
+    assert sorted(i for part in parts for i in range(count)[part]) == list(range(count)), "each matrix once"
+    sizes = [part.stop - part.start for part in parts]
+    assert sizes == sorted(sizes, reverse=True) and max(sizes, default=0) <= most
+    if count:
+        assert max(sizes) - min(sizes) <= 1
+        assert len(parts) % threads == 0 or len(parts) == count
 
 
 def test_small_work_wakes_nobody(monkeypatch):
