@@ -5,8 +5,8 @@ threads X·Xᵀ of a 128×1024 matrix has other bits than on one, and where that
 count (Intel MKL 2024.2). So a product, or a fixed part of a large one, belongs to one thread here, and several are
 computed at a time. Who takes which, and how many threads there are, cannot change a bit.
 
-Large element-wise work goes the same way: threads that torch has used for it spin for milliseconds afterwards, on the
-cores that ours need (GNU OpenMP, unless OMP_WAIT_POLICY is "passive").
+Element-wise work goes the same way, small work on the caller's thread alone: threads that torch has used for it spin
+for milliseconds afterwards, on the cores that ours need (GNU OpenMP, unless OMP_WAIT_POLICY is "passive").
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def share(
 def share_elementwise(
     work: Callable[[Item], Result], items: Iterable[Item], *, device: torch.device, numbers: int
 ) -> list[Result]:
-    """Do the same for work whose bits do not depend on threads: only where there is much of it.
+    """Do element-wise work the same way, on several threads only where there is much of it.
 
     Args:
         work: As for `share`.
