@@ -65,6 +65,8 @@ def _apply_one_(item: MatrixTensors, *, directions: Tensor, rule: ApplyRule) -> 
     lr = rule.lr if rule.proceed is None else rule.proceed.to(item.param.device, dtype) * rule.lr
     size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
     direction = item.direction_in(directions).to(dtype)
+    if direction.device.type == "cpu":
+        direction = direction.contiguous()  # turned in blocks; see `fill_`
     param = item.param.to(dtype)  # the parameter itself, if it has that dtype
     if rule.weight_decay and rule.weight_decay_mode != "l2":
         factor = 1.0 - lr * rule.weight_decay

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.kernels.crew import share_elementwise
-from meshmuon.update.tensors import MatrixTensors, math_dtype
+from meshmuon.update.tensors import MatrixTensors, fill_, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Momentum
             continue
         buffer = item.buffer.to(item.param.device)
         if item.grad is None:
-            wanted.copy_(buffer)
+            fill_(wanted, buffer)
             continue
         grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
         if rule.l2:
@@ -102,11 +102,11 @@ def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Momentum
 def _look_ahead(wanted: Tensor, grad: Tensor, buffer: Tensor, rule: MomentumRule) -> None:
     """Write what will be orthogonalized. From the stored (rounded) buffer, so that a resumed run has the same bits."""
     if not rule.nesterov:
-        wanted.copy_(buffer)
-    elif wanted.dtype == grad.dtype:
+        fill_(wanted, buffer)
+    elif wanted.dtype == grad.dtype and wanted.is_contiguous():
         torch.lerp(grad, buffer.to(grad.dtype), rule.momentum, out=wanted)
     else:
-        wanted.copy_(torch.lerp(grad, buffer.to(grad.dtype), rule.momentum))
+        fill_(wanted, torch.lerp(grad, buffer.to(grad.dtype), rule.momentum))
 
 
 def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:

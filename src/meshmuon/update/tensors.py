@@ -76,6 +76,25 @@ def with_buffers(matrices: Sequence[MatrixTensors], buffers: Sequence[Tensor]) -
     return [item if item.buffer is buffer else replace(item, buffer=buffer) for item, buffer in pairs]
 
 
+def fill_(target: Tensor, values: Tensor) -> None:
+    """Write values into a view, rounded to its dtype.
+
+    A transposed view on a CPU is written by its transpose: that way round torch copies in blocks, up to eleven times as
+    fast.
+
+    Args:
+        target: Written.
+        values: As many.
+    """
+    if target.device.type != "cpu" or target.is_contiguous() or not target.mT.is_contiguous():
+        target.copy_(values)
+        return
+    rows, cols = target.shape[-2:]
+    pairs = zip(target.mT.view(-1, cols, rows), values.to(target.dtype).reshape(-1, rows, cols), strict=True)
+    for turned, value in pairs:
+        turned.copy_(value.mT)
+
+
 def math_dtype(tensor: Tensor) -> torch.dtype:
     """Give the dtype updates are computed in before they are rounded once: fp32, or fp64 for fp64.
 
