@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.calibrate import polar_samples, table
+from benchmarks.calibrate import polar_samples, step_samples, table
 from meshmuon import plan_for
 from meshmuon.plan.describe import human
 from meshmuon.plan.hardware import known_hardware
@@ -181,20 +181,19 @@ fullest GPU; activations come on top. The last column is the time `plan_for` too
 
 The constants stand in `plan/hardware.py`, `plan/calibration.py` and `plan/timing.py`, each with its source. `fit` in
 `plan/calibration.py` fits those of a device to measurements; `python -m benchmarks.calibrate` holds the measurements.
-With today's constants, polar factors on one H200 with torch's products (measured 2026-11-15):
+With today's constants, on one H200: polar factors with torch's products (measured 2026-11-15), and whole steps:
 
 {calibration}
 
 ## Limits
 
-- Rates of our own kernels are those of a first probe, and the launches they save are counted, not measured. H100 and
-  B200 are scaled from the H200 by their data sheets.
+- Rates of our own kernels are rough, by size class; whole steps on one H200 are within 8 % of what was measured
+  (`python -m benchmarks.calibrate`). H100 and B200 are scaled from the H200 by their data sheets.
 - Efficiencies of links, the cost of a message and of a hop are assumptions. Contention, congestion and stragglers are
   not in the model. Products and collectives compete for the same SMs, so less may overlap than assumed: the sum of
   products and wire in the second table is the other bound.
 - With more than 64 × 6 GPUs, whole experts of Kimi K2 leave GPUs without any: see *balance*.
 - `gram` is a formula; `gather` is for comparison. `grad_sync=` is not planned yet.
-- Without Triton on the planning machine, recipes are those of torch's products; the forecast prints which.
 """
 
 
@@ -212,7 +211,7 @@ def main() -> None:
         routes="\n".join(by_route(rows)),
         explained="\n".join(f"- `{word}`: {meaning}" for word, meaning in EXPLAINED.items()),
         details="\n".join(details(rows)),
-        calibration="\n".join(table(list(polar_samples()), known_hardware("h200").calibration)),
+        calibration="\n".join(table([*polar_samples(), *step_samples()], known_hardware("h200").calibration)),
     )
     arguments.out.write_text(text, encoding="utf-8")
     print(f"wrote {arguments.out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from meshmuon.config import Execution
 from meshmuon.errors import message
-from meshmuon.kernels.availability import has_triton
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.names import normalise_names
 from meshmuon.plan.build import PolarSettings
@@ -23,9 +21,7 @@ from meshmuon.plan.placement import Mesh, Rule
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.routing import Overrides, route_params
 
-# What recipes are chosen for must not depend on the GPU of the machine that plans: "meta" is not a CPU, and has no
-# kernels of ours; kernels that are asked for by name are taken without a look at the GPU.
-_WITHOUT_OUR_KERNELS, _WITH_OUR_KERNELS = torch.device("meta"), torch.device("cuda")
+_ELSEWHERE = torch.device("meta")  # not a CPU; what kind of GPU it is, the hardware says
 
 
 def plan_for(
@@ -63,8 +59,7 @@ def plan_for(
         dtype: Of parameters that are given as shapes.
         overrides: As in `Muon`.
         expert_keys: As in `Muon`.
-        device: What recipes are chosen for; None: the hardware named, with kernels of ours where `Muon` would take
-            them, if Triton is installed here.
+        device: What recipes are chosen for; None: the hardware named, whatever the machine that plans has.
 
     Returns:
         The forecast; print it.
@@ -76,14 +71,13 @@ def plan_for(
     machine = known_hardware(hardware, network)
     polar = PolarSettings(resolve_schedule(ns_coefficients, ns_steps), 1e-7)
     routed = route_params(_parameters(model, dtype), expert_keys=expert_keys, overrides=_views(model, overrides))
-    if device is None:
-        execution, device = _target(machine, execution)
     job = Job(
         Mesh.of(mesh, placements),
         routed.groups,
         execution=execution,
         polar=polar,
-        device=device,
+        device=_ELSEWHERE if device is None else device,
+        architecture=machine.architecture if device is None else None,
         reasons=routed.reasons,
     )
     routes = job.routes(machine)
@@ -106,16 +100,6 @@ def plan_for(
 
 def _in_words(rule: Rule) -> str:
     return rule if isinstance(rule, str) else " / ".join(f"{pattern} {word}" for pattern, word in rule.items())
-
-
-def _target(machine: Hardware, execution: Execution) -> tuple[Execution, torch.device]:
-    """Choose products as `Muon` would on the target; those of our kernels are then asked for by name."""
-    polar = execution.orthogonalizer
-    possible = machine.our_kernels and has_triton() and polar.dtype in ("auto", "float16", "bfloat16")
-    if polar.kernels == "triton" or (polar.kernels == "auto" and possible):
-        ours = dataclasses.replace(polar, kernels="triton")
-        return dataclasses.replace(execution, orthogonalizer=ours), _WITH_OUR_KERNELS
-    return execution, _WITHOUT_OUR_KERNELS
 
 
 def _parameters(model: Any, dtype: torch.dtype) -> Any:

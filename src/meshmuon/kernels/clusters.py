@@ -27,6 +27,7 @@ from torch import Tensor, distributed
 from meshmuon.errors import message, warn_user
 from meshmuon.kernels.agenda import TILE, Product, Result, share_out, tiles_before
 from meshmuon.kernels.availability import is_interpreted, launching_on
+from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_source, describe_stack
 
 STEP = 64  # numbers of the inner dimension at a time
@@ -93,16 +94,19 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tu
     return (known or not torch.cuda.is_current_stream_capturing()) and is_available(device, dtype)
 
 
-def is_available(device: torch.device, dtype: torch.dtype) -> bool:
+def is_available(device: torch.device, dtype: torch.dtype, *, architecture: Architecture | None = None) -> bool:
     """Say whether anything can run in clusters there. The first time, it is compiled.
 
     Args:
         device: Where.
         dtype: Of the operands.
+        architecture: Of a GPU that is elsewhere; None: look at the device.
 
     Returns:
         Whether.
     """
+    if architecture is not None:
+        return architecture == "hopper" and dtype in _NAMES
     return not _impossible(device, dtype) and not isinstance(_kernel(device, dtype), str)
 
 

@@ -11,7 +11,7 @@ import torch
 from meshmuon.config import KernelChoice
 from meshmuon.errors import message
 from meshmuon.kernels.availability import has_triton, is_interpreted
-from meshmuon.kernels.configs import architecture_of
+from meshmuon.kernels.configs import Architecture, architecture_of
 
 _SMALLEST_SIDE = 256  # below it a product is launch-bound either way, and cuBLAS has smaller tiles
 
@@ -32,7 +32,14 @@ class Dispatch:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_kernels(choice: KernelChoice, *, m: int, dtype: torch.dtype, device: torch.device) -> Dispatch:
+def choose_kernels(
+    choice: KernelChoice,
+    *,
+    m: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    architecture: Architecture | None = None,
+) -> Dispatch:
     """Choose what the products of one shape are computed with.
 
     Args:
@@ -40,6 +47,7 @@ def choose_kernels(choice: KernelChoice, *, m: int, dtype: torch.dtype, device: 
         m: The short side.
         dtype: What products are computed in.
         device: Where.
+        architecture: Of a GPU that is elsewhere, with everything installed; None: look at the device.
 
     Returns:
         The choice, with its reason.
@@ -51,27 +59,29 @@ def choose_kernels(choice: KernelChoice, *, m: int, dtype: torch.dtype, device: 
         return Dispatch("torch", False, "asked for")
     if choice == "auto" and device.type == "cpu":
         return Dispatch("torch", False, "on a CPU")
-    missing = _what_is_missing(dtype, device)
+    missing = _what_is_missing(dtype, device, elsewhere=architecture is not None)
     if choice == "triton":
         if missing:
             raise ValueError(message('kernels="triton"', found=missing, do='Use kernels="auto"'))
         return Dispatch("triton", True, "asked for")
     if missing:
         return Dispatch("torch", False, missing)
-    if architecture_of(device) != "hopper":
-        return Dispatch("torch", False, f"our kernels are not measured on {architecture_of(device)}")
+    architecture = architecture or architecture_of(device)
+    if architecture != "hopper":
+        return Dispatch("torch", False, f"our kernels are not measured on {architecture}")
     if m < _SMALLEST_SIDE:
         return Dispatch("torch", True, f"short side below {_SMALLEST_SIDE}")
     return Dispatch("triton", True, "symmetric results cost half")
 
 
-def _what_is_missing(dtype: torch.dtype, device: torch.device) -> str:
-    if not has_triton():
-        return "Triton is not installed"
-    if device.type == "cpu" and not is_interpreted():
-        return "on a CPU"
-    if device.type not in ("cuda", "cpu"):
-        return f"on {device.type}"
+def _what_is_missing(dtype: torch.dtype, device: torch.device, *, elsewhere: bool) -> str:
+    if not elsewhere:
+        if not has_triton():
+            return "Triton is not installed"
+        if device.type == "cpu" and not is_interpreted():
+            return "on a CPU"
+        if device.type not in ("cuda", "cpu"):
+            return f"on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16) and device.type != "cpu":
         return f"products in {dtype}"
     return ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from meshmuon.config import Algorithm, Mode, RouteChoice
+from meshmuon.kernels.configs import Architecture
 from meshmuon.layout.block import Block
 from meshmuon.layout.matrix_view import WHOLE, MatrixView
 from meshmuon.layout.shard_layout import Interval, Intervals, ShardLayout, clip, length
@@ -40,6 +41,7 @@ class ParameterRecord:
         route: "owner" makes even matrices that lie here whole take the way of shared ones; "gram" leaves shared ones
             where they are, and lets their Gram matrices travel.
         mode: "blockwise" takes what each rank holds of a matrix for a matrix of its own.
+        architecture: Of a GPU that is elsewhere, for plans of jobs to come; None: look at the device.
     """
 
     routing: Routing
@@ -52,6 +54,7 @@ class ParameterRecord:
     layout: ShardLayout | None = None
     route: RouteChoice = "auto"
     mode: Mode = "exact"
+    architecture: Architecture | None = None
 
     @property
     def name(self) -> str:

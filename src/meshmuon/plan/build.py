@@ -208,6 +208,7 @@ def _recipe(matrix: Matrix, *, polar: Mapping[int, PolarSettings], execution: Ex
         dtype=parameter.dtype,
         eps=settings.eps,
         invariant=execution.layout_invariant,
+        architecture=parameter.architecture,
     )
 
 

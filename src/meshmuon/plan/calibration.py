@@ -16,8 +16,8 @@ from meshmuon.polar.recipe import Recipe
 SHORT_SIDES = (4096, 2048, 1024, 0)
 
 # Of our symmetric products: operations per second, counting one triangle, against those of cuBLAS on the whole product
-# (benchmarks/NOTES.md, at 4096, 2048, 1408 and 768).
-_SYMMETRIC_RATE = (0.86, 0.80, 0.76, 0.56)
+# (benchmarks/NOTES.md, at 4096, 2048, 1408 and 768; the last in a program).
+_SYMMETRIC_RATE = (0.86, 0.80, 0.76, 0.80)
 
 # What the code does besides products. Change these together with the code, then fit again.
 _ENTRY_BYTES = 40  # by number of a matrix, from the buffer to the first product: cast, peak, scale, norm, divide, cast
@@ -116,7 +116,7 @@ def entry_bytes(recipe: Recipe) -> int:
     return _FUSED_ENTRY_BYTES if recipe.fused else _ENTRY_BYTES
 
 
-def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
+def polar_work(recipe: Recipe, m: int, n: int, *, batch: int, alone: bool = False) -> Work:
     """Say what it takes to orthogonalize a batch.
 
     Args:
@@ -124,6 +124,7 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
         m: Short side.
         n: Long side.
         batch: How many matrices at once.
+        alone: Whether there are no other ranks: then a program is one launch.
 
     Returns:
         The work.
@@ -133,13 +134,16 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
     ours = recipe.kernels.products == "triton"
     total = recipe.flops(m, n)
     dense = min(total, recipe.whole_flops(m, n)) if ours else total
-    calls = _product_calls(recipe) + (0 if ours else _SMALL_CALLS * len(recipe.schedule))
+    calls = _product_calls(recipe, alone=alone) + (0 if ours else _SMALL_CALLS * len(recipe.schedule))
     calls += _FUSED_ENTRY_CALLS if recipe.fused else _ENTRY_CALLS
     passes = Work(bytes=float(entry_bytes(recipe) * batch * m * n), calls=float(calls))
     return products(m, dense=batch * dense, symmetric=batch * (total - dense)) + passes
 
 
-def _product_calls(recipe: Recipe) -> int:
+def _product_calls(recipe: Recipe, *, alone: bool) -> int:
+    if recipe.program is not None:
+        before = 0 if recipe.program.halves is None else 1
+        return before + (1 if alone else len(recipe.program.products))
     if recipe.form != "gram":
         return 3 * len(recipe.schedule)
     segments = split_at(recipe.schedule, recipe.restarts)

@@ -80,7 +80,7 @@ def stages_of(plan: Plan, hardware: Hardware, pieces: Pieces, cost: BucketCost |
     found: dict[tuple[int, ...], list[Stage]] = {}
     for bucket in plan.buckets:
         if bucket.route is Route.LOCAL:
-            found.setdefault((plan.rank,), []).append(_local(bucket, plan.rank, hardware))
+            found.setdefault((plan.rank,), []).append(_local(bucket, plan, hardware))
         else:
             found.setdefault(bucket.team, []).append((cost or _as_planned)(bucket, hardware, pieces))
     return [_together(stages) for stages in found.values()]
@@ -115,12 +115,12 @@ def _sum(works: Iterable[Work]) -> Work:
     return total
 
 
-def _local(bucket: Bucket, rank: int, hardware: Hardware) -> Stage:
+def _local(bucket: Bucket, plan: Plan, hardware: Hardware) -> Stage:
     count = bucket.computed_by(None)
-    work = polar_work(bucket.recipe, *bucket.wide_shape, batch=count)
+    work = polar_work(bucket.recipe, *bucket.wide_shape, batch=count, alone=plan.ranks == 1)
     host = host_seconds(calls=work.calls + _elementwise_calls(bucket), team=Team(1, 1))
     seconds = hardware.calibration.seconds(work)
-    return Stage((rank,), count, 1, 0, work, seconds, 0.0, host, (count * bucket.cost,), (0,))
+    return Stage((plan.rank,), count, 1, 0, work, seconds, 0.0, host, (count * bucket.cost,), (0,))
 
 
 def owned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:

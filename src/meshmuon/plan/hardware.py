@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from meshmuon.errors import message, one_of
+from meshmuon.kernels.configs import Architecture
 from meshmuon.plan.calibration import Calibration
 
 
@@ -40,7 +41,7 @@ class Hardware:
         inside: The link between GPUs of one node.
         across: The link between nodes.
         node: GPUs in a node.
-        our_kernels: Whether `Muon` takes kernels of its own there by default.
+        architecture: What kernels are chosen for; ours are by default on "hopper".
     """
 
     name: str
@@ -49,7 +50,7 @@ class Hardware:
     inside: Link
     across: Link
     node: int = 8
-    our_kernels: bool = True
+    architecture: Architecture = "hopper"
 
 
 # Efficiencies are assumed: no run on several GPUs was made.
@@ -88,7 +89,7 @@ _GPUS = {
         _like(_H200, products=2250 / 989, bandwidth=8.0 / 4.8),
         NVLINK_5,
         NETWORKS["infiniband"],
-        our_kernels=False,
+        architecture="blackwell",
     ),
 }
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from meshmuon.config import Execution, Sharing
+from meshmuon.kernels.configs import Architecture
 from meshmuon.layout.matrices import copy_of
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.records import ParameterRecord, Routing
@@ -36,6 +37,7 @@ class Job:
         execution: The bounds and choices of the run.
         polar: How polar factors are computed.
         device: What recipes are chosen for.
+        architecture: Of a GPU that is elsewhere; None: look at the device.
         reasons: Name → why it takes its algorithm, where that is known.
     """
 
@@ -47,9 +49,11 @@ class Job:
         execution: Execution,
         polar: PolarSettings,
         device: torch.device,
+        architecture: Architecture | None,
         reasons: Mapping[str, str],
     ) -> None:
         self.mesh = mesh
+        self._device, self._architecture = device, architecture
         self._reasons = reasons
         self._execution = execution
         self._polar = polar
@@ -57,7 +61,7 @@ class Job:
         grid = ShardLayout((), mesh.sizes, self._ranks, ())
         self._places = [grid.coordinates(rank) for rank in self._ranks]
         self._records = [
-            self._record(name, tensor, MatrixView.of(group.get("view")), group["algorithm"], (index, position), device)
+            self._record(name, tensor, MatrixView.of(group.get("view")), group["algorithm"], (index, position))
             for index, group in enumerate(groups)
             for position, (name, tensor) in enumerate(group["params"])
         ]
@@ -66,12 +70,21 @@ class Job:
         self._muon = [record for record in self._records if record.routing.algorithm == "muon"]
 
     def _record(
-        self, name: str, tensor: Any, view: MatrixView, algorithm: Any, number: tuple[int, int], device: torch.device
+        self, name: str, tensor: Any, view: MatrixView, algorithm: Any, number: tuple[int, int]
     ) -> ParameterRecord:
         shape = tuple(tensor.shape)
         layout = self.mesh.layout(name, shape, view, self._ranks)
         routing = Routing(name, algorithm, self._reasons.get(name, "its group says so"), view)
-        return ParameterRecord(routing, *number, shape, tensor.dtype, device, shape, layout)
+        return ParameterRecord(
+            routing,
+            *number,
+            shape=shape,
+            dtype=tensor.dtype,
+            device=self._device,
+            local_shape=shape,
+            layout=layout,
+            architecture=self._architecture,
+        )
 
     def records(self, rank: int, *, only_owners: bool = False) -> list[ParameterRecord]:
         """Give the parameters as a rank sees them.

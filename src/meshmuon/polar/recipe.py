@@ -10,6 +10,7 @@ import torch
 
 from meshmuon.config import Orthogonalizer
 from meshmuon.kernels.clusters import is_available
+from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
@@ -113,8 +114,8 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
-        together = ", products as a program" if self.program else ""
-        kernels = f" {self.kernels.products} kernels{together}" if self.fused else ""
+        kernels = f" {self.kernels.products} kernels" if self.fused else ""
+        kernels = " cluster program" if self.program else kernels
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 
@@ -128,6 +129,7 @@ def choose_recipe(
     dtype: torch.dtype,
     eps: float,
     invariant: bool | None = None,
+    architecture: Architecture | None = None,
 ) -> Recipe:
     """Decide form, dtype and restarts for matrices of one shape, from the logical shape and the device alone.
 
@@ -141,6 +143,7 @@ def choose_recipe(
         eps: Guards 0/0.
         invariant: Whether the bits of a matrix may not depend on its batch; None: where that costs next to nothing. On
             a CPU they never do.
+        architecture: Of a GPU that is elsewhere; None: look at the device.
 
     Returns:
         The recipe.
@@ -149,7 +152,7 @@ def choose_recipe(
     chosen = orthogonalizer.restarts
     orthogonalizer.check_steps(len(schedule))
     form = orthogonalizer.form
-    kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device)
+    kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture)
     symmetric = kernels.products == "triton"
     restarts = choose_restarts(schedule, compute, mirrored=symmetric, side=m) if chosen == "auto" else chosen
     gram_flops = partial(cost.gram_flops, m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
@@ -162,7 +165,8 @@ def choose_recipe(
     folded = folded and form == "gram"
     restarts = restarts if form == "gram" else ()
     program = None
-    if symmetric and m <= _PROGRAMS_TO and form != "svd" and is_available(device, compute):
+    small = symmetric and m <= _PROGRAMS_TO and form != "svd"
+    if small and is_available(device, compute, architecture=architecture):
         program = write_program(form, schedule, restarts, folded=folded)
     free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16

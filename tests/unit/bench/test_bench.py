@@ -17,6 +17,7 @@ from meshmuon.bench.measure import measure_ceilings
 from meshmuon.bench.workloads import CPU, GPU, STACKS, Ceilings, Stack, floor_ms, polar_floor_ms, stacks
 from meshmuon.kernels import configs
 from meshmuon.kernels.configs import TileConfig, as_row, choose_config, read_tiles
+from meshmuon.plan.hardware import known_hardware
 from meshmuon.plan.models import known_model
 
 H200 = Ceilings(flops=750e12, bandwidth=4.27e12)
@@ -85,6 +86,13 @@ def test_a_very_slow_optimizer_is_timed_once(monkeypatch):
 def test_readers_of_recorded_results_still_work(capsys):
     calibrate.main()
     assert "| llama-1b |" in table() and "llama-1b" in capsys.readouterr().out
+
+
+def test_forecasts_are_near_the_recorded_steps():
+    """Both are numbers on file: whoever renews one of them looks at the other (docs/planning.md says 8 %)."""
+    device = known_hardware("h200").calibration
+    off = {name: device.seconds(sample.work) / sample.seconds for name, sample in calibrate.step_samples()}
+    assert set(off) == set(GPU) and max(abs(ratio - 1) for ratio in off.values()) < 0.08, off
 
 
 @pytest.mark.parametrize(("module", "part"), [("bench_step", "quick: 6 matrices"), ("bench_polar", "2x24x96")])

@@ -25,11 +25,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def with_triton(monkeypatch):
-    monkeypatch.setattr(planner, "has_triton", lambda: True)  # forecasts must not depend on what is installed here
-
-
 def run(*arguments):
     return CliRunner().invoke(build_app(), ["plan", *arguments])
 

@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon, Orthogonalizer, View, plan_for
 from meshmuon.config import Execution
-from meshmuon.kernels.availability import has_triton
 from meshmuon.layout.shard_layout import ShardLayout
 from meshmuon.plan import job
 from meshmuon.plan.assign import assign_owners
@@ -252,16 +251,20 @@ def test_formulas_of_the_other_routes():
     assert gram.bytes_sent.max < said.route("owner").bytes_sent.max, "P < n/m"
 
 
-@pytest.mark.skipif(not has_triton(), reason="plans for kernels that need it")
-def test_products_are_those_of_the_target_whatever_this_machine_has():
-    m, n, size, count = 64, 512, 4, 8
+@pytest.mark.parametrize("installed", [True, False])
+def test_products_are_those_of_the_target_whatever_this_machine_has(installed, monkeypatch):
+    monkeypatch.setattr("meshmuon.kernels.dispatch.has_triton", lambda: installed)
+    m, n, size, count = 256, 2048, 4, 8
     shapes = {f"w{i}": (m, n) for i in range(count)}
     hopper, blackwell = (plan_for(shapes, {"tp": size}, {"tp": "shard1"}, gpu) for gpu in ("h200", "b200"))
-    assert any("triton" in recipe for recipe in hopper.recipes) and "triton" not in str(blackwell.recipes)
+    assert any("program" in recipe for recipe in hopper.recipes) and "triton" not in str(blackwell.recipes)
+    assert "cluster program" in str(hopper.recipes)
     # Symmetric products at half: 5m²n + 18m³.
     assert hopper.route("gram").flops.mean == pytest.approx(count / size * (18 * m**3 + 5 * m * m * n))
     # With a folded restart: a Gram matrix and one product with x, and 22 instead of 14 m³.
     assert hopper.route("owner").flops.mean == pytest.approx(count / size * (22 * m**3 + 3 * m * m * n))
+    small = plan_for({"w": (128, 512)}, {"tp": size}, {"tp": "shard1"})
+    assert "torch kernels" in str(small.recipes), "as on the GPU: below 256 rows products are torch's"
 
 
 def test_gram_needs_the_long_side_cut():
