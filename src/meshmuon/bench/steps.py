@@ -16,6 +16,7 @@ from meshmuon.bench.measure import Say, matrices, measure_ceilings, milliseconds
 from meshmuon.bench.workloads import CPU, GPU, QUICK, Shape, Size, floor_ms
 from meshmuon.config import Orthogonalizer
 from meshmuon.muon import Muon
+from meshmuon.testing.health import bf16_in_fp32
 
 OURS = "meshmuon.Muon"
 _WINDOW_MS = 60.0  # of steps without a pause in between: waiting for the first and the last one is no part of them
@@ -158,6 +159,9 @@ def run_steps(
     chosen = {name: shapes for name, shapes in workloads.items() if only is None or only in name}
     results: dict[str, Any] = {}
     if device == "cpu":
+        bf16 = bf16_in_fp32()
+        say(f"products in bf16, as in torch.optim.Muon, take {bf16:.2f}x the time of fp32 here")
+        results["ceilings"] = {"bf16 / fp32": bf16}
         for number, (name, shapes) in enumerate(chosen.items(), start=1):
             say(f"step {number}/{len(chosen)}: {name} ...")
             results[name] = on_cpu(shapes, repeats=repeats)
