@@ -161,7 +161,7 @@ def test_expert_keys_that_are_no_list_of_words_are_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-@pytest.mark.parametrize("name", ["maximize", "foreach", "fused", "capturable", "differentiable"])
+@pytest.mark.parametrize("name", ["maximize", "foreach", "fused", "capturable", "differentiable", "amsgrad"])
 def test_switches_of_torch_are_refused_by_name_with_the_reason(name: str, value: Any) -> None:
     text = refusal([matrix()], **{name: value})
     assert name in text and "not supported" in text

@@ -56,6 +56,7 @@ _TORCH_FLAGS = {
     "foreach": "Tensors are always processed together where that helps",
     "fused": "AdamW parameters always use torch's fused kernels where there are any",
     "capturable": "No value is read back from the device during a step, so nothing needs to be switched on",
+    "amsgrad": "AdamW parameters take AdamW as published; give those that need it to an optimizer of their own",
     "differentiable": "The orthogonalization is not meant to be differentiated through",
 }
 
