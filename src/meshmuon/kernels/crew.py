@@ -24,6 +24,7 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _MANY = 2**19  # numbers from which element-wise work is worth waking threads for
+_GLANCE = 0.1  # seconds
 _member = threading.local()  # of a crew, which computes by itself already
 
 
@@ -100,7 +101,9 @@ class _Job(Generic[Item, Result]):
 
     def _wait(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._todo and not self._at_work)
+            # Python misses a Ctrl-C that comes just before it waits: so it looks again after a while.
+            while not self._changed.wait_for(lambda: not self._todo and not self._at_work, timeout=_GLANCE):
+                pass
 
     def take_turns(self) -> None:
         """Take items as long as there are any: what a member of the crew does."""

@@ -97,12 +97,20 @@ def test_an_error_is_raised_when_nobody_works_any_more(threads, large):
     assert share(abs, [-1], device=CPU) == [1], "and it goes on"
 
 
-def test_ctrl_c_waits_for_what_was_begun():
+@pytest.mark.parametrize(
+    "interrupt",
+    [
+        lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT),
+        lambda: signal.raise_signal(signal.SIGINT),  # here: as if the main thread had just missed it
+    ],
+    ids=["waiting", "about to wait"],
+)
+def test_ctrl_c_waits_for_what_was_begun(interrupt):
     ended = []
 
     def work(i):
         if i == 1:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            interrupt()
         time.sleep(0.05)
         ended.append(i)
 
