@@ -1,18 +1,29 @@
-"""Writing into views of the buffers that a step works in."""
+"""Writing into views of the buffers that a step works in: turned in blocks where that pays, in any case the same."""
 
 import pytest
 import torch
+from tests.distributed.memory import LiveBytes
+from tests.threads import using
 
-from meshmuon.update.tensors import fill_
+from meshmuon import Muon, View
+from meshmuon.update.tensors import crosswise, fill_
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def by_columns(x):
+    return x.mT.contiguous().mT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(70, 33), (128, 64), (3, 40, 24), (2, 3, 65, 64), (1, 1), (0, 5), (0, 4, 3)])
-@pytest.mark.parametrize("turned", [False, True], ids=["as stored", "transposed"])
-def test_a_view_takes_the_values_and_nothing_else_does(shape, dtype, turned):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    numbers = values.numel()
-    flat = torch.full((numbers + 2,), 7.0, dtype=dtype)
+@pytest.mark.parametrize("shape", [(70, 33), (128, 64), (3, 40, 24), (2, 3, 65, 64), (1, 1), (1, 5), (0, 5), (0, 4, 3)])
+@pytest.mark.parametrize("given", [torch.clone, by_columns], ids=["from rows", "from columns"])
+@pytest.mark.parametrize("turned", [False, True], ids=["to rows", "to columns"])
+def test_a_view_takes_the_values_and_nothing_else_does(shape, dtype, given, turned):
+    values = given(numbers(*shape))
+    flat = torch.full((values.numel() + 2,), 7.0, dtype=dtype)
     *lead, rows, cols = shape
     inside = flat[1:-1]
     target = inside.view(*lead, cols, rows).mT if turned else inside.view(shape)
@@ -26,3 +37,39 @@ def test_views_of_other_strides_are_written_too():
     values = torch.arange(60.0).view(5, 4, 3)
     fill_(whole[:, ::2].permute(2, 0, 1), values)
     assert torch.equal(whole[:, ::2].permute(2, 0, 1), values) and not whole[:, 1::2].any()
+
+
+def test_only_what_lies_crosswise_is_turned():
+    """To turn what lies alike already would make two pairs that are slow out of one that is fast."""
+    x, gaps = numbers(3, 8, 6), numbers(3, 8, 12)[..., ::2]
+    assert crosswise(x, by_columns(x)) and crosswise(by_columns(x), x)
+    assert not crosswise(x, x.clone()) and not crosswise(by_columns(x), by_columns(x))
+    assert not crosswise(x, gaps) and not crosswise(gaps, by_columns(x)), "torch could not turn it in blocks"
+    assert not crosswise(x.to("meta"), by_columns(x).to("meta")), "a GPU need not"
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "cautious"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [
+        ((2048, 64), View()),
+        ((64, 2048), View()),
+        ((64, 2048), View(transposed=True)),
+        ((8, 1024, 64), View(experts=True)),
+        ((8, 64, 1024), View(experts=True, transposed=True)),
+    ],
+    ids=["tall", "wide", "stored in x out", "tall experts", "experts in x out"],
+)
+def test_a_step_stays_within_the_planned_memory(shape, view, dtype, mode):
+    param = numbers(*shape).to(dtype).requires_grad_()
+    group = {"params": [param], "algorithm": "muon", "view": view}
+    optimizer = Muon([group], weight_decay=0.1, weight_decay_mode=mode)
+    param.grad = numbers(*shape).to(dtype)
+    with using(1):
+        optimizer.step()
+        counter = LiveBytes()
+        with counter:
+            optimizer.step()
+    (bucket,) = optimizer.plan.buckets
+    assert 0 < counter.peak <= 1.05 * bucket.bytes

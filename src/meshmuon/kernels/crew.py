@@ -6,7 +6,9 @@ count (Intel MKL 2024.2). So a product, or a fixed part of a large one, belongs 
 computed at a time. Who takes which, and how many threads there are, cannot change a bit.
 
 Element-wise work goes the same way, small work on the caller's thread alone: threads that torch has used for it spin
-for milliseconds afterwards, on the cores that ours need (GNU OpenMP, unless OMP_WAIT_POLICY is "passive").
+for milliseconds afterwards, on the cores that ours need (GNU OpenMP, unless OMP_WAIT_POLICY is "passive"). AdamW, which
+comes last, is left to torch's threads. While the caller works alone, torch's number of threads is one for less than a
+millisecond; another thread that calls torch for the very first time just then keeps that number.
 """
 
 from __future__ import annotations

@@ -225,14 +225,17 @@ def _local_buckets(
 ) -> list[Bucket]:
     """A local bucket never waits: without others under way it may take the whole workspace.
 
-    Buckets are of nearly equal size: a small last one would leave most of a GPU idle.
+    Buckets are of nearly equal size: a small last one would leave most of a GPU idle. On a CPU, of even size: then its
+    threads, which are mostly an even number too, have the same to do.
     """
     first = matrices[0]
     limit = _at_once(first, recipe, execution, in_flight=execution.max_in_flight if beside_others else 1)
     limit = min(limit, recipe.batch(*first.wide_shape, first.parameter.device) or limit)
     total = max(1, sum(matrix.count for matrix in matrices))
-    even = math.ceil(total / math.ceil(total / limit))
-    filled = min((_filled(matrices, most) for most in sorted({even, limit})), key=len)  # stacks may fit even ones worse
+    equal = math.ceil(total / math.ceil(total / limit))
+    if first.parameter.device.type == "cpu":
+        equal = min(limit, equal + equal % 2)
+    filled = min((_filled(matrices, most) for most in sorted({equal, limit})), key=len)  # stacks may not fit equal ones
     parameter = first.parameter
     return [
         Bucket(0, parameter.group, tuple(content), first.wide_shape, parameter.device, recipe) for content in filled

@@ -24,7 +24,7 @@ PANELS_FROM, PANELS_OF_16_BITS_FROM = 384, 512  # rows below which a panel costs
 class CpuOperations(TorchOperations):
     """Products by one thread each. See [Note: one product, one thread] in kernels/crew.py.
 
-    Below `PANELS_FROM` rows they are not cut: who has several threads shares whole matrices among them.
+    Those of few rows are not cut: who has several threads shares whole matrices among them.
     """
 
     def gram(self, x: Tensor) -> Tensor:

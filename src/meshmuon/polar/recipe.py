@@ -20,8 +20,9 @@ from meshmuon.polar.program import Program, write_program
 # The short side up to which products follow each other in one launch; for larger ones cuBLAS multiplies faster. From
 # here on one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at 4096: NOTES.md).
 _PROGRAMS_TO = 2048
-# Numbers a CPU takes through a step at a time: 32 MB in fp32. With fewer its threads would wait for each other.
-_CPU_NUMBERS = 2**23
+# Numbers a CPU takes through a step at a time: 16 MB in fp32, which its cache holds. With fewer its threads would wait
+# for each other.
+_CPU_NUMBERS = 2**22
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def half_precision(site: Site) -> Iterator[Finding]:
         words = f'products {ratio:.1f}x slower than fp32 here; dtype="auto" computes in fp32 on a CPU'
     else:
         faster = f"products {1 / ratio:.1f}x faster than fp32 here"
-        words = f'{faster}; "auto" stays with fp32, which is exact; else Orthogonalizer(dtype="bfloat16")'
+        words = f'{faster}: Orthogonalizer(dtype="bfloat16") takes that; "auto" is fp32, which rounds finer'
     yield Finding("bf16 on CPU", True, words)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshmuon.config import LRRule, WeightDecayMode
 from meshmuon.kernels.crew import share_elementwise
 from meshmuon.update.scale import scale_factor
-from meshmuon.update.tensors import MatrixTensors, at_least_fp32, math_dtype
+from meshmuon.update.tensors import MatrixTensors, at_least_fp32, crosswise, fill_, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,17 @@ def _apply_one_(item: MatrixTensors, *, directions: Tensor, rule: ApplyRule) -> 
     lr = rule.lr if rule.proceed is None else rule.proceed.to(item.param.device, dtype) * rule.lr
     size = lr * (rule.extra_scale_factor * scale_factor(item.matrix.scaled_shape, rule.adjust_lr_fn))
     direction = item.direction_in(directions).to(dtype)
-    if direction.device.type == "cpu":
-        direction = direction.contiguous()  # turned in blocks; see `fill_`
     param = item.param.to(dtype)  # the parameter itself, if it has that dtype
+    if crosswise(param, direction):
+        turned = torch.empty_like(param)
+        fill_(turned, direction)
+        direction = turned
     if rule.weight_decay and rule.weight_decay_mode != "l2":
         factor = 1.0 - lr * rule.weight_decay
         if rule.weight_decay_mode == "cautious":
-            param.copy_(torch.where(direction * param > 0, param * factor, param))
+            agree = direction * param > 0
+            decayed = param * factor
+            param.copy_(torch.where(agree, decayed, param, out=decayed))
         else:
             param.mul_(factor)
     param.sub_(direction.mul_(size))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.kernels.crew import share_elementwise
-from meshmuon.update.tensors import MatrixTensors, fill_, math_dtype
+from meshmuon.update.tensors import MatrixTensors, crosswise, fill_, math_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,7 @@ def _update_one_(item: MatrixTensors, *, inputs: Tensor, rule: MomentumRule) -> 
         buffer.lerp_(grad, 1.0 - rule.momentum)
     else:
         item.buffer.copy_(torch.lerp(buffer, grad, 1.0 - rule.momentum))
+    del buffer  # may be a copy
     if wanted is not None:
         _look_ahead(wanted, grad, item.buffer, rule)
 
@@ -103,10 +104,12 @@ def _look_ahead(wanted: Tensor, grad: Tensor, buffer: Tensor, rule: MomentumRule
     """Write what will be orthogonalized. From the stored (rounded) buffer, so that a resumed run has the same bits."""
     if not rule.nesterov:
         fill_(wanted, buffer)
-    elif wanted.dtype == grad.dtype and wanted.is_contiguous():
-        torch.lerp(grad, buffer.to(grad.dtype), rule.momentum, out=wanted)
+        return
+    wide = buffer.to(grad.dtype)
+    if wanted.dtype == grad.dtype and not crosswise(wanted, grad):
+        torch.lerp(grad, wide, rule.momentum, out=wanted)
     else:
-        fill_(wanted, torch.lerp(grad, buffer.to(grad.dtype), rule.momentum))
+        fill_(wanted, torch.lerp(grad, wide, rule.momentum, out=None if wide is buffer else wide))
 
 
 def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:

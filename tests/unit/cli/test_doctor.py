@@ -129,3 +129,13 @@ def test_an_old_torch_is_red_on_a_line_of_its_own(monkeypatch):
     assert result.exit_code == 1
     assert "[FAIL] versions" in result.output and "do: pip install -U 'torch>=2.11'" in result.output
     assert "1 of 1 FAILED" in result.output
+
+
+@pytest.mark.parametrize(("seconds", "words"), [([2.0, 1.0], "2.0x slower"), ([1.0, 2.0], "2.0x faster")])
+def test_what_bf16_costs_or_would_bring_on_this_cpu(monkeypatch, seconds, words):
+    times = iter(seconds)
+    monkeypatch.setattr(health, "_seconds", lambda work: next(times))
+    result, found = examine(monkeypatch, "bf16")
+    detail = found["bf16 on CPU"]["detail"]
+    assert result.exit_code == 0 and words in detail and "fp32" in detail
+    assert ('dtype="bfloat16"' in detail) == ("faster" in words)

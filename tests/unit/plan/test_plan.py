@@ -286,17 +286,28 @@ def test_local_buckets_fit_the_workspace_too(shape, view):
         assert plan.computed_here(bucket) * each <= 8 * each, "a local bucket is alone: it may take all of it"
 
 
-@pytest.mark.parametrize(("count", "cut"), [(24, [12, 12]), (25, [9, 9, 7]), (12, [12]), (1, [1])])
-def test_local_buckets_are_of_nearly_equal_size(count, cut):
-    """Not 12, 12 and 1: a GPU would be idle in the last."""
-    alike = [parameter(f"p{i}", (32, 48)) for i in range(count)]
+@pytest.mark.parametrize(
+    ("device", "count", "cut"),
+    [
+        ("meta", 24, [12, 12]),
+        ("meta", 25, [9, 9, 7]),
+        ("meta", 12, [12]),
+        ("meta", 1, [1]),
+        ("cpu", 24, [12, 12]),
+        ("cpu", 25, [10, 10, 5]),
+        ("cpu", 11, [11]),
+    ],
+)
+def test_local_buckets_are_of_nearly_equal_size(device, count, cut):
+    """Not 12, 12 and 1: a GPU would be idle in the last. On a CPU an even number for its threads."""
+    alike = [parameter(f"p{i}", (32, 48), device=torch.device(device)) for i in range(count)]
     each = plan_for(lambda rank: alike[:1], 0, 1).buckets[0].bytes
     plan = plan_for(lambda rank: alike, 0, 1, workspace_bytes=12 * each)
     assert [len(bucket.matrices) for bucket in plan.buckets] == cut
 
 
 @pytest.mark.parametrize(
-    ("stacks", "each", "cut"), [(5, 6, [12, 12, 6]), (3, 4, [12]), (1, 25, [9, 9, 7]), (2, 9, [9, 9])]
+    ("stacks", "each", "cut"), [(5, 6, [12, 12, 6]), (3, 4, [12]), (1, 25, [10, 10, 5]), (2, 9, [9, 9])]
 )
 def test_stacks_are_not_spread_over_more_buckets_to_make_them_even(stacks, each, cut):
     alike = [parameter(f"p{i}", (each, 32, 48), view=MatrixView(experts=True)) for i in range(stacks)]

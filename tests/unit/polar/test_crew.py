@@ -15,7 +15,7 @@ from tests.threads import using
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshmuon import Muon, Orthogonalizer, orthogonalize
+from meshmuon import Muon, Orthogonalizer, View, orthogonalize
 from meshmuon.kernels import crew
 from meshmuon.kernels.crew import share
 from meshmuon.polar import cpu_operations, sharded_gram
@@ -428,9 +428,10 @@ def test_few_large_matrices_share_their_panels(monkeypatch):
         assert set(calls) == {(False, 1)}, "three are not"
 
 
-@pytest.mark.parametrize("shape", [(192, 192), (192, 768), (400, 400)])
-def test_no_part_of_a_step_is_left_to_the_threads_of_torch(shape):
-    """They would go on spinning on the cores that ours need: a third of a step was lost to that."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(192, 192), (192, 768), (768, 192), (400, 400), (3, 192, 200)])
+def test_no_part_of_an_update_is_left_to_the_threads_of_torch(shape, dtype):
+    """They would go on spinning on the cores that ours need: a quarter of a step was lost to that."""
     left = []
 
     class Watching(TorchDispatchMode):
@@ -441,10 +442,10 @@ def test_no_part_of_a_step_is_left_to_the_threads_of_torch(shape):
                 left.append((str(func), numbers))
             return func(*args, **(kwargs or {}))
 
-    params = [torch.nn.Parameter(torch.ones(shape)) for _ in range(5)]
-    optimizer = Muon(params)
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(5)]
+    optimizer = Muon([{"params": params, "algorithm": "muon", "view": View(experts=len(shape) == 3)}])
     for p in params:
-        p.grad = random(*shape)
+        p.grad = random(*shape).to(dtype)
     with using(2), Watching():
         optimizer.step()
         torch.ones(2 * GRAIN) + 1
