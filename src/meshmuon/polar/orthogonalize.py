@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -142,22 +143,33 @@ def _by_threads(x: Tensor, recipe: Recipe, *, consume: bool) -> Tensor:
     """
     batch, m, n = x.shape
     threads, rows = torch.get_num_threads(), cost.padded(m)
-    in_place = consume and x.is_contiguous() and x.dtype == recipe.dtype and (m, n) == (rows, cost.padded(n))
-    result = x if in_place else x.new_empty(batch, rows, cost.padded(n), dtype=recipe.dtype)
+    in_place = consume and x.is_contiguous() and x.dtype == recipe.dtype
+    result = x if in_place else x.new_empty(x.shape, dtype=recipe.dtype)
+    padded = (m, n) != (rows, cost.padded(n))
     few = batch % threads if count_panels(rows, recipe.dtype) > batch % threads else 0
 
     def start(part: slice) -> Tensor:
         return _normalised_by_torch(x[part], recipe)
 
+    def iterate(x: Given, part: slice) -> Tensor:
+        return _iterate(x, recipe, out=None if padded else result[part])
+
+    def crop(found: Tensor, part: slice) -> None:
+        result[part] = found[:, :m, :n]
+
     def find(part: slice) -> None:
-        _iterate([start(part)], recipe, out=result[part])
+        found = iterate([start(part)], part)
+        if padded:
+            crop(found, part)
 
     parts = _even_parts(batch - few, most=max(1, _CACHED_NUMBERS // rows**2), threads=threads)
     share(find, parts, device=x.device, large=16 * batch * m * m * n > _LARGE)
     for i in range(batch - few, batch):
         one = slice(i, i + 1)
-        _iterate(share(start, [one], device=x.device), recipe, out=result[one])
-    return result[:, :m, :n]
+        found = iterate(share(start, [one], device=x.device), one)
+        if padded:
+            share(partial(crop, found), [one], device=x.device)
+    return result
 
 
 def _even_parts(count: int, *, most: int, threads: int) -> list[slice]:
