@@ -44,6 +44,7 @@ def collected(count, sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nobody_beside")
 def test_two_thousand_random_jobs_give_the_bits_of_one_process():
     """Every mesh makes process groups, whose threads are never given back: ranks are started anew now and then."""
     found = collected(SLOW_EXAMPLES, (1, 2, 3, 4, 6, 8))
