@@ -16,7 +16,7 @@ from meshmuon.bench.measure import Say, matrices, measure_ceilings, milliseconds
 from meshmuon.bench.workloads import CPU, GPU, QUICK, Shape, Size, floor_ms
 from meshmuon.config import Orthogonalizer
 from meshmuon.muon import Muon
-from meshmuon.testing.health import bf16_in_fp32
+from meshmuon.testing.processor import bf16_in_fp32
 
 OURS = "meshmuon.Muon"
 _WINDOW_MS = 60.0  # of steps without a pause in between: waiting for the first and the last one is no part of them

@@ -115,8 +115,8 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
-        kernels = f" {self.kernels.products} kernels" if self.fused else ""
-        kernels = " cluster program" if self.program else kernels
+        ours = f" {self.kernels.products} kernels" if self.fused else ""
+        kernels = " cluster program" if self.program else ours
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from meshmuon.kernels.self_check import check_kernel
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize
 from meshmuon.polar.recipe import choose_recipe
+from meshmuon.testing.processor import bf16_in_fp32
 from meshmuon.testing.rank_checks import begin, exactness, hand_over, resume
 from meshmuon.testing.reference import plain_newton_schulz
 from meshmuon.testing.site import RANKS, Site
@@ -198,26 +197,6 @@ def half_precision(site: Site) -> Iterator[Finding]:
         faster = f"products {1 / ratio:.1f}x faster than fp32 here"
         words = f'{faster}: Orthogonalizer(dtype="bfloat16") takes that; "auto" is fp32, which rounds finer'
     yield Finding("bf16 on CPU", True, words)
-
-
-def bf16_in_fp32() -> float:
-    """Measure how many products in fp32 take as long as one in bf16 on this CPU: it may have instructions for bf16.
-
-    Returns:
-        The ratio of their times.
-    """
-    wide = torch.randn(256, 256)
-    half = wide.bfloat16()
-    return _seconds(lambda: half @ half) / _seconds(lambda: wide @ wide)
-
-
-def _seconds(work: Callable[[], Tensor]) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
 
 
 def layouts(site: Site) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from meshmuon.cli.main import build_app
 from meshmuon.kernels import self_check
 from meshmuon.kernels.dispatch import Dispatch
-from meshmuon.testing import RankError, health
+from meshmuon.testing import RankError, health, processor
 
 # Passes the check of no coefficient set: small singular values come out negative.
 FLIPS_A_SIGN = ((-3.0, 6.0, -2.0),) * 5
@@ -131,10 +131,9 @@ def test_an_old_torch_is_red_on_a_line_of_its_own(monkeypatch):
     assert "1 of 1 FAILED" in result.output
 
 
-@pytest.mark.parametrize(("seconds", "words"), [([2.0, 1.0], "2.0x slower"), ([1.0, 2.0], "2.0x faster")])
-def test_what_bf16_costs_or_would_bring_on_this_cpu(monkeypatch, seconds, words):
-    times = iter(seconds)
-    monkeypatch.setattr(health, "_seconds", lambda work: next(times))
+@pytest.mark.parametrize(("slow", "words"), [(torch.bfloat16, "2.0x slower"), (torch.float32, "2.0x faster")])
+def test_what_bf16_costs_or_would_bring_on_this_cpu(monkeypatch, slow, words):
+    monkeypatch.setattr(processor, "_seconds", lambda x: 2.0 if x.dtype == slow else 1.0)
     result, found = examine(monkeypatch, "bf16")
     detail = found["bf16 on CPU"]["detail"]
     assert result.exit_code == 0 and words in detail and "fp32" in detail
