@@ -137,6 +137,9 @@ __device__ __forceinline__ void settle(float (&t)[64]) {
 
 #define SUMS_4(i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
+#define NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 // 64x128 sums, 16 numbers of k; `keep` adds to what is there. B^T is in shared memory, or B itself.
 template <bool TURNED> __device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
   asm volatile(
@@ -144,14 +147,23 @@ template <bool TURNED> __device__ __forceinline__ void multiply(float (&t)[64], 
       ".reg .pred p;\n"
       "setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "{" NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "%64, %65, p, 1, 1, 0, %67;\n"
       "}\n"
       : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48)
       : "l"(a), "l"(b), "r"((int)keep), "n"(TURNED ? 1 : 0));
+}
+// The left half of them alone.
+__device__ __forceinline__ void multiply_left(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" NAMES_32 "}, %32, %33, p, 1, 1, 0, 0;\n"
+      "}\n"
+      : SUMS_16(0), SUMS_16(16)
+      : "l"(a), "l"(b), "r"((int)keep));
 }
 
 __device__ __forceinline__ uint32_t rounded(float low, float high) {
@@ -386,6 +398,9 @@ __device__ __forceinline__ void store_items(Staging staging, Agenda agenda, cons
 
 // ---- a group of 128 threads that multiplies
 
+// Of a tile on the diagonal, what is above it is not computed: of its upper half only the left one.
+enum class Kind { whole, mirrored, diagonal };
+
 struct Group {
   Ring ring;
   Staging staging;
@@ -411,28 +426,33 @@ struct Group {
     }
   }
 
-  template <bool TURNED, bool FIRST> __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) {
-    constexpr int kStep = TURNED ? 16 * 128 >> 4 : 16 * 2 >> 4;  // 16 rows, or 16 numbers of a row
+  template <Kind KIND, bool FIRST> __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) {
+    constexpr bool kTurned = KIND == Kind::whole;
+    constexpr int kStep = kTurned ? 16 * 128 >> 4 : 16 * 2 >> 4;  // 16 rows, or 16 numbers of a row
     ring.wait_full();
     const uint64_t a = operand(ring.here()), b = operand(ring.here() + kTileBytes);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const bool keep = !(FIRST && part == 0);
-      multiply<TURNED>(top, a + 2 * part, b + kStep * part, keep);
-      multiply<TURNED>(bottom, a + (kBoxBytes >> 4) + 2 * part, b + kStep * part, keep);
+      if constexpr (KIND == Kind::diagonal) {
+        multiply_left(top, a + 2 * part, b + kStep * part, keep);
+      } else {
+        multiply<kTurned>(top, a + 2 * part, b + kStep * part, keep);
+      }
+      multiply<kTurned>(bottom, a + (kBoxBytes >> 4) + 2 * part, b + kStep * part, keep);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
   // All products of a tile are under way afterwards; gives the slot that the last ones still read.
-  template <bool TURNED> __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], int steps) {
-    start<TURNED, true>(top, bottom);
+  template <Kind KIND> __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], int steps) {
+    start<KIND, true>(top, bottom);
     int previous = ring.slot;
     ring.next();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      start<TURNED, false>(top, bottom);
+      start<KIND, false>(top, bottom);
       products_wait<1>();
       release(previous);
       previous = ring.slot;
@@ -558,8 +578,10 @@ __device__ __forceinline__ void multiply_items(Group& group, Agenda agenda, cons
       if (index + 1 < agenda.last) group.give_turn();
       continue;
     }
-    const int unreleased = product.mirrored ? group.accumulate<false>(top, bottom, product.steps)
-                                            : group.accumulate<true>(top, bottom, product.steps);
+    const bool diagonal = product.mirrored && item.row == item.col;
+    const int unreleased = !product.mirrored ? group.accumulate<Kind::whole>(top, bottom, product.steps)
+                           : diagonal        ? group.accumulate<Kind::diagonal>(top, bottom, product.steps)
+                                             : group.accumulate<Kind::mirrored>(top, bottom, product.steps);
     if (product.add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
     if (index + 1 < agenda.last) group.give_turn();
     products_wait<0>();
@@ -567,7 +589,7 @@ __device__ __forceinline__ void multiply_items(Group& group, Agenda agenda, cons
     settle(bottom);
     group.release(unreleased);
     group.round<0>(top, item, product);
-    group.round<1>(top, item, product);
+    if (!diagonal) group.round<1>(top, item, product);
     group.round<2>(bottom, item, product);
     group.round<3>(bottom, item, product);
     if (product.add) {
