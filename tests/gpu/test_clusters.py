@@ -2,6 +2,7 @@
 
 import importlib.util
 import threading
+import time
 from functools import partial
 from unittest import mock
 
@@ -250,8 +251,6 @@ def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, form, re
     expected = by_form(form, restarts, folded, x)
     for _ in range(10):
         assert torch.equal(by_program(form, restarts, folded, x), expected)
-    with mock.patch.object(clusters, "at_once", return_value=False):
-        assert torch.equal(by_program(form, restarts, folded, x), expected)
     assert torch.equal(by_program(form, restarts, folded, x[-1:])[0], expected[-1]), "alone"
     assert not torch.equal(by_program(form, restarts, folded, x.flip(0) * 0.99), expected)
 
@@ -271,12 +270,52 @@ def test_a_captured_program_has_the_same_bits_with_other_data():
 
 
 def test_programs_on_two_streams_at_once():
-    """Both want the whole GPU, and neither may hold a part of it while it waits for the rest."""
+    """Both want the whole GPU, and each may hold a part of it while it waits for its own tiles."""
     standard = partial(by_program, "standard", (), False)
     ones = [normalised(40, 640, 512), normalised(24, 512, 768)]
     expected = [standard(one) for one in ones]
     for found in on_two_streams(standard, ones):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def holding(multiprocessors):
+    """Keep so many of them busy until the number that is given back becomes something else than zero."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def hold(flag):
+        while tl.atomic_add(flag, 0) == 0:
+            pass
+
+    flag = torch.ones(1, dtype=torch.int32, device="cuda")
+    hold[(multiprocessors,)](flag, num_warps=32)  # compiled
+    torch.cuda.synchronize()
+    flag.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        hold[(multiprocessors,)](flag, num_warps=32)
+    return flag
+
+
+@pytest.mark.parametrize("free", [12, 40])
+def test_a_program_ends_beside_one_that_holds_most_of_the_gpu(free):
+    """As a collective does that waits for other ranks: no block may wait for another one that is not there yet."""
+    x = normalised(9, 768, 768)
+    expected = by_program("standard", (), False, x)
+    flag = holding(torch.cuda.get_device_properties(0).multi_processor_count - free)
+    found = by_program("standard", (), False, x)
+    done = torch.cuda.Event()
+    done.record()
+    given_up = time.monotonic() + 20
+    while not done.query() and time.monotonic() < given_up:
+        time.sleep(0.01)
+    in_time = done.query()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        flag.fill_(1)
+    torch.cuda.synchronize()
+    assert in_time, "it waited for the whole GPU"
+    assert torch.equal(found, expected)
 
 
 def test_a_program_takes_the_memory_it_says():

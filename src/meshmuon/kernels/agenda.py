@@ -1,4 +1,4 @@
-"""Which thread blocks compute which tiles of a program of products, and in which order (clusters.cu).
+"""The tiles of a program of products, two at a time, in the order in which thread blocks take them (clusters.cu).
 
 [Note: order] Products that follow each other wait for each other, matrix by matrix. So all matrices of a set go through
 one product before any goes through the next: by the time a matrix comes round again, its tiles are long written. Sets
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -125,25 +125,21 @@ def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[t
     return pairs
 
 
-def share_out(batch: int, results: Sequence[Result], clusters: int) -> tuple[Tensor, Tensor]:
-    """Give each of so many clusters its pairs.
+def list_pairs(batch: int, results: Sequence[Result], clusters: int) -> Tensor:
+    """List all pairs of tiles of a program, in the order in which they are to be taken.
 
     Args:
         batch: Number of matrices.
         results: Of the products, in the order in which a matrix goes through them.
-        clusters: How many.
+        clusters: How many pairs are computed at a time.
 
     Returns:
-        What the blocks compute, (pairs, 2, 4), cluster by cluster, an `Item` in each row; and where each cluster's
-        pairs begin, and the end. In 32 bits.
+        (pairs, 2, 4), in 32 bits: for either block the matrix, the tile's row and column (16 bits each), its flags, and
+        a place for what the kernel adds.
     """
-    at_once = set_size(batch, results, clusters)
     patterns = [_pattern(result, product) for product, result in enumerate(results)]
-    sets = (range(first, min(batch, first + at_once)) for first in range(0, batch, at_once))
-    pairs = torch.cat([_repeated(pattern, matrices) for matrices in sets for pattern in patterns])
-    parts = [pairs[cluster::clusters] for cluster in range(clusters)]  # those side by side run at the same time
-    starts = list(accumulate(map(len, parts), initial=0))
-    return torch.cat(parts), torch.tensor(starts, dtype=torch.int32)
+    sets = even_sets(batch, set_size(batch, results, clusters))
+    return torch.cat([_repeated(pattern, matrices) for matrices in sets for pattern in patterns])
 
 
 class _Pattern(NamedTuple):
@@ -154,7 +150,12 @@ class _Pattern(NamedTuple):
 
 
 def _pattern(result: Result, product: int) -> _Pattern:
-    return _Pattern(*(torch.tensor(pair_up(range(n), result, product), dtype=torch.int32) for n in (2, 1)))
+    return _Pattern(*(_table(pair_up(range(n), result, product)) for n in (2, 1)))
+
+
+def _table(pairs: list[tuple[Item, Item]]) -> Tensor:
+    rows = [[(x.matrix, x.row // TILE | x.col // TILE << 16, x.flags, 0) for x in pair] for pair in pairs]
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 def _repeated(pattern: _Pattern, matrices: range) -> Tensor:
@@ -170,7 +171,7 @@ def _repeated(pattern: _Pattern, matrices: range) -> Tensor:
 
 
 def set_size(batch: int, results: Sequence[Result], clusters: int) -> int:
-    """Say how many matrices go through the products together. See [Note: order].
+    """Say how many matrices go through the products together, at the least. See [Note: order].
 
     Args:
         batch: Number of matrices.
@@ -178,13 +179,27 @@ def set_size(batch: int, results: Sequence[Result], clusters: int) -> int:
         clusters: How many compute.
 
     Returns:
-        At least one.
+        At least one, at most all.
     """
     if len(results) == 1:
         return batch
     fewest = min(result.tiles for result in results)
-    enough = 1 + -(-_WAVES_BETWEEN * 2 * clusters // fewest)
-    return -(-batch // max(1, batch // enough))  # in even sets
+    return min(batch, 1 + -(-_WAVES_BETWEEN * 2 * clusters // fewest))
+
+
+def even_sets(batch: int, least: int) -> list[range]:
+    """Divide matrices into sets of almost the same size.
+
+    Args:
+        batch: Number of matrices.
+        least: Of a set.
+
+    Returns:
+        As many sets as there can be; the sizes of two differ by one at most.
+    """
+    count = batch // least
+    ends = [batch * i // count for i in range(count + 1)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def tiles_before(results: Sequence[Result]) -> list[int]:

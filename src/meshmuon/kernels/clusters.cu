@@ -10,9 +10,10 @@
 // tile.
 //
 // A product may read what one before it wrote. For each matrix a counter says how many tiles are written, of all products
-// so far; the warp that looks ahead waits until it says enough. Nobody waits for tiles that come later in the list of
-// items, so that somebody can always go on, as long as all blocks are there at the same time. Between the products of one
-// matrix come those of others: then nobody waits at all, and there is no pause between two products.
+// so far; the warp that looks ahead waits until it says enough. Clusters take pairs of tiles in the order of one list, as
+// they come, and nobody waits for tiles that come later in it. So whoever has the first pair that is not done can go on,
+// however many clusters are there at the same time. Between the products of one matrix come those of others: then nobody
+// waits at all, and there is no pause between two products.
 //
 // The design is that of NVIDIA's CUTLASS for Hopper ("ping-pong" kernels: https://github.com/NVIDIA/cutlass).
 //
@@ -26,7 +27,9 @@ constexpr int kSlots = 6;
 constexpr uint32_t kBoxBytes = 64 * 64 * 2;       // 64 rows of 64 numbers, each row 128 bytes, swizzled
 constexpr uint32_t kTileBytes = 2 * kBoxBytes;    // 128 rows
 constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 columns of C
+constexpr int kAhead = 4;                         // items that are known before they are done
 constexpr int kShared = 1, kIdle = 2;             // flags of an item: B is the other block's too; there is nothing to do
+constexpr int kEnd = 4, kPastEnd = 8;             // the list is at its end; one more item, for whoever looks at every other
 constexpr int kProductShift = 8;                  // what is left of an item's flags is the number of its product
 constexpr int kMostMaps = 12, kMostProducts = 48;
 
@@ -87,6 +90,36 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
       "mapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}\n" ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ uint32_t address_at(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Arrives when `value`, never negative, has been read from shared memory. Reading may wait for the tensor cores, and takes
+// longer then than it takes others to overwrite what is said to have been read.
+__device__ __forceinline__ void barrier_arrive_having(int value, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .pred read;\n"
+      "setp.ge.s32 read, %1, 0;\n"
+      "@read mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
+      "}\n" ::"r"(address_at(barrier, rank)), "r"(value) : "memory");
+}
+// Puts 16 bytes into a block's shared memory, and tells its barrier.
+__device__ __forceinline__ void send(int4 value, uint32_t to, uint32_t barrier, uint32_t rank) {
+  const uint32_t there = address_at(to, rank), barrier_there = address_at(barrier, rank);
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%1], 16;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%2, %3, %4, %5}, [%1];"
+      ::"r"(there), "r"(barrier_there), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+__device__ __forceinline__ int4 get_sent(uint32_t from) {
+  int4 value;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(from) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ void load(uint32_t to, const TensorMap& from, uint32_t barrier, int col, int row, int matrix) {
@@ -243,41 +276,95 @@ __device__ __forceinline__ void complete_diagonal(uint32_t box, uint32_t mirror,
   }
 }
 
-// ---- what a warp goes through: the same for all its threads, and said so
+// ---- what both blocks of a cluster are to do, one item after the other: taken by one warp, sent to all others
 
-struct Item {
-  int matrix, row, col, flags;
-  __device__ __forceinline__ bool idle() const { return flags & kIdle; }
-  __device__ __forceinline__ bool shared() const { return flags & kShared; }
-  __device__ __forceinline__ int product() const { return flags >> kProductShift; }
-};
-struct Agenda {
-  const int4* items;
-  int first, last;
-  uint32_t rank;
-  __device__ __forceinline__ Item at(int index) const {
-    const int4 item = items[2 * min(index, last - 1) + rank];
-    return {uniform(item.x), uniform(item.y), uniform(item.z), uniform(item.w)};
-  }
-};
 __device__ __forceinline__ bool leads() { return (threadIdx.x & 31) == 0; }
 
-// ---- the warp that waits for products before, far ahead of the one that loads
+struct Item {
+  int matrix, row, col, flags, position;  // the last: in the ring, of all that was loaded before
+  __device__ __forceinline__ bool idle() const { return flags & kIdle; }
+  __device__ __forceinline__ bool shared() const { return flags & kShared; }
+  __device__ __forceinline__ bool ends() const { return flags & (kEnd | kPastEnd); }
+  __device__ __forceinline__ bool ends_first() const { return flags & kEnd; }
+  __device__ __forceinline__ int product() const { return flags >> kProductShift; }
+};
 
-__device__ __forceinline__ void scout(Agenda agenda, const Program& program, const int* written, uint32_t progress) {
-  for (int index = agenda.first; index < agenda.last; ++index) {
-    const Item item = agenda.at(index);
-    const Product& product = program.products[item.product()];
-    if (!leads()) continue;
-    if (product.after && !item.idle()) wait_for_count(written + item.matrix, product.after);
-    asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(progress), "r"(index + 1) : "memory");
+struct Mail {
+  uint32_t items, full, empty;  // addresses in shared memory; those of the first block say whether both have read
+  uint32_t rank;
+
+  // The same for all threads of a warp, and said so.
+  __device__ __forceinline__ Item read(int number) const {
+    const int slot = number % kAhead;
+    barrier_wait(full + 8 * slot, (number / kAhead) & 1);
+    const int4 sent = get_sent(items + 16 * slot);
+    const int place = uniform(sent.y);
+    const Item item = {uniform(sent.x), (place & 0xFFFF) * 128, (place >> 16) * 128, uniform(sent.z), uniform(sent.w)};
+    if (leads()) barrier_arrive_having(sent.x, empty + 8 * slot, 0);
+    return item;
   }
-}
-__device__ __forceinline__ void wait_for_scout(uint32_t progress, int index) {
+  __device__ __forceinline__ void wait_read(int number) const {
+    barrier_wait(empty + 8 * (number % kAhead), ((number / kAhead) & 1) ^ 1);
+  }
+  __device__ __forceinline__ void send_both(int number, int4 first, int4 second) const {
+    const int slot = number % kAhead;
+    send(first, items + 16 * slot, full + 8 * slot, 0);
+    send(second, items + 16 * slot, full + 8 * slot, 1);
+  }
+};
+// Who reads an item: a warp that loads, one that looks ahead, one that stores, and four that multiply; in both blocks.
+constexpr int kReaders = 2 * (1 + 1 + 1 + 4);
+
+struct Agenda {
+  const int4* items;  // two for each pair: matrix, row and column of tiles, flags
+  int pairs;
+  int* taken;         // how many of the pairs are; null where clusters take them in turn, since no product waits for another
+
+  __device__ __forceinline__ int take(int number) const {
+    return taken ? atomicAdd(taken, 1) : (int)(blockIdx.x >> 1) + number * (int)(gridDim.x >> 1);
+  }
+};
+
+// ---- the warp that takes items, and waits for products before, far ahead of the one that loads
+
+__device__ __forceinline__ void wait_for_scout(uint32_t progress, int number) {
   int reached;
   do {
     asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(reached) : "r"(progress) : "memory");
-  } while (reached <= index);
+  } while (reached <= number);
+}
+
+__device__ __forceinline__ void scout(
+    Mail mail, Agenda agenda, const Program& program, const int* written, uint32_t progress) {
+  int position = 0;
+  int pair = mail.rank == 0 && leads() ? agenda.take(0) : 0;
+  for (int number = 0;; ++number) {
+    if (mail.rank == 0 && leads()) {
+      mail.wait_read(number);
+      if (pair < agenda.pairs) {
+        int4 first = agenda.items[2 * pair], second = agenda.items[2 * pair + 1];
+        const Product& product = program.products[first.z >> kProductShift];
+        first.w = second.w = position;
+        mail.send_both(number, first, second);
+        position = (position + product.steps + product.add) % (2 * kSlots);
+        pair = agenda.take(number + 1);
+      } else {
+        mail.send_both(number, {0, 0, kEnd, 0}, {0, 0, kEnd, 0});
+        mail.wait_read(number + 1);
+        mail.send_both(number + 1, {0, 0, kPastEnd, 0}, {0, 0, kPastEnd, 0});
+      }
+    }
+    __syncwarp();
+    const Item item = mail.read(number);
+    if (item.ends()) break;
+    if (!written) continue;
+    const Product& product = program.products[item.product()];
+    if (leads()) {
+      if (product.after && !item.idle()) wait_for_count(written + item.matrix, product.after);
+      asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(progress), "r"(number + 1) : "memory");
+    }
+    __syncwarp();
+  }
 }
 
 // ---- the warp that loads
@@ -328,18 +415,17 @@ __device__ __forceinline__ void load_nothing(Ring& ring, int slots) {
 }
 
 __device__ __forceinline__ void load_items(
-    Ring ring, Agenda agenda, const Program& program, bool scouted, uint32_t progress) {
-  Item following = agenda.at(agenda.first);
-  for (int index = agenda.first; index < agenda.last; ++index) {
-    const Item item = following;
-    following = agenda.at(index + 1);
+    Ring ring, Mail mail, const Program& program, bool scouted, uint32_t progress) {
+  for (int number = 0;; ++number) {
+    const Item item = mail.read(number);
+    if (item.ends()) break;
     const Product& product = program.products[item.product()];
     if (item.idle()) {
       load_nothing(ring, product.steps + product.add);
       continue;
     }
-    if (scouted) wait_for_scout(progress, index);
-    load_tile(ring, program, product, item, agenda.rank);
+    if (scouted) wait_for_scout(progress, number);
+    load_tile(ring, program, product, item, mail.rank);
     if (product.add) load_added(ring, program.maps[product.c], item);
   }
 }
@@ -363,16 +449,17 @@ struct Box {
         there(row < product.rows && (product.mirrored ? col <= row : col < product.cols)) {}
 };
 
-__device__ __forceinline__ void store_items(Staging staging, Agenda agenda, const Program& program, int* written) {
+__device__ __forceinline__ void store_items(Staging staging, Mail mail, const Program& program, int* written) {
   const uint32_t left = staging.boxes, right = staging.boxes + kBoxBytes;
   staging.give_free();
-  for (int index = agenda.first + staging.number; index < agenda.last; index += 2) {
-    const Item item = agenda.at(index);
+  for (int number = staging.number;; number += 2) {
+    const Item item = mail.read(number);
+    if (item.ends()) break;
     if (item.idle()) continue;
     const Product& product = program.products[item.product()];
     const TensorMap& d = program.maps[product.d];
-    for (int number = 0; number < 4; number += product.mirrored ? 1 : 2) {
-      const Box box(number, item, product), next(number + 1, item, product);
+    for (int part = 0; part < 4; part += product.mirrored ? 1 : 2) {
+      const Box box(part, item, product), next(part + 1, item, product);
       if (!box.there) continue;
       staging.wait_staged();
       if (leads()) {
@@ -562,20 +649,17 @@ struct Group {
   }
 };
 
-__device__ __forceinline__ void multiply_items(Group& group, Agenda agenda, const Program& program) {
+__device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Program& program) {
   float top[64], bottom[64];
-  int position = 0;  // in the ring, of all that was loaded before
-  for (int index = agenda.first; index < agenda.last; ++index) {
-    const Item item = agenda.at(index);
+  for (int number = group.number;; number += 2) {
+    const Item item = mail.read(number);
+    if (number > 0 && !(item.flags & kPastEnd)) group.take_turn();
+    if (item.ends()) break;
     const Product& product = program.products[item.product()];
-    const int here = position;
-    position += product.steps + product.add;
-    if (((index - agenda.first) & 1) != group.number) continue;
-    group.ring.go_to(here);
-    if (index > agenda.first) group.take_turn();
+    group.ring.go_to(item.position);
     if (item.idle()) {
       group.pass(product.steps + product.add);
-      if (index + 1 < agenda.last) group.give_turn();
+      group.give_turn();
       continue;
     }
     const bool diagonal = product.mirrored && item.row == item.col;
@@ -583,7 +667,7 @@ __device__ __forceinline__ void multiply_items(Group& group, Agenda agenda, cons
                            : diagonal        ? group.accumulate<Kind::diagonal>(top, bottom, product.steps)
                                              : group.accumulate<Kind::mirrored>(top, bottom, product.steps);
     if (product.add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
-    if (index + 1 < agenda.last) group.give_turn();
+    group.give_turn();
     products_wait<0>();
     settle(top);
     settle(bottom);
@@ -599,25 +683,34 @@ __device__ __forceinline__ void multiply_items(Group& group, Agenda agenda, cons
     }
     group.write(item, product);
   }
-  if (agenda.first < agenda.last) group.staging.wait_free();  // all is read
+  group.staging.wait_free();  // all is read
 }
 
-// items: for each pair of tiles, (matrix, row, column, flags and product) of either block. starts: where each cluster's
-// items begin. written: for each matrix, how many of its tiles are, from zero on; null where no product waits for another.
+// items: for each pair of tiles, (matrix, row and column of tiles, flags and product, 0) of either block. written: for
+// each matrix, how many of its tiles are, and then how many pairs are taken, from zero on; null where no product waits
+// for another.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
-    run_program(const __grid_constant__ Program program, const int4* items, const int* starts, int* written) {
+    run_program(const __grid_constant__ Program program, const int4* items, int pairs, int* written, int matrices) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Ring ring;
   ring.slots = (uint32_t)__cvta_generic_to_shared(memory);
   const uint32_t staging = ring.slots + kSlots * kSlotBytes;
-  ring.full = staging + 4 * kBoxBytes;
+  Mail mail;
+  mail.items = staging + 4 * kBoxBytes;
+  mail.full = mail.items + 16 * kAhead;
+  mail.empty = mail.full + 8 * kAhead;
+  mail.rank = rank_in_cluster();
+  ring.full = mail.empty + 8 * kAhead;
   ring.empty = ring.full + 8 * kSlots;
   const uint32_t progress = ring.empty + 8 * kSlots;
-  const uint32_t rank = rank_in_cluster();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(ring.full + 8 * i, 1);
       barrier_init(ring.empty + 8 * i, 2);
+    }
+    for (int i = 0; i < kAhead; ++i) {
+      barrier_init(mail.full + 8 * i, 1);
+      barrier_init(mail.empty + 8 * i, kReaders);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nst.shared.s32 [%0], 0;" ::"r"(progress) : "memory");
     const Product& product = program.products[0];
@@ -626,21 +719,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   let_next_kernel_begin();
   __syncthreads();
   cluster_sync();
-  const int cluster = blockIdx.x >> 1;
-  const Agenda agenda = {items, uniform(starts[cluster]), uniform(starts[cluster + 1]), rank};
   const int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int warp = uniform(threadIdx.x >> 5);
     if (warp < 2) wait_for_kernel_before();  // what else is read or written comes after; tables and maps were there
-    if (agenda.first == agenda.last) {
-      // Nothing to do for this cluster.
-    } else if (warp == 0) {
-      load_items(ring, agenda, program, written != nullptr, progress);
+    if (warp == 0) {
+      load_items(ring, mail, program, written != nullptr, progress);
     } else if (warp == 1) {
-      if (written) scout(agenda, program, written, progress);
+      scout(mail, {items, pairs, written ? written + matrices : nullptr}, program, written, progress);
     } else {
-      store_items({staging + (warp - 2) * 2 * kBoxBytes, warp - 2}, agenda, program, written);
+      store_items({staging + (warp - 2) * 2 * kBoxBytes, warp - 2}, mail, program, written);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -649,7 +738,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     group.number = role - 1;
     group.thread = threadIdx.x & 127;
     group.staging = {staging + group.number * 2 * kBoxBytes, group.number};
-    multiply_items(group, agenda, program);
+    multiply_items(group, mail, program);
   }
   cluster_sync();  // no block may leave while the other one can still signal to it
 }

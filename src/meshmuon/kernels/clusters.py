@@ -3,13 +3,10 @@
 Symmetric products have the bits of the Triton kernel, which stands in wherever this one cannot run. It is faster by 4
 to 10 %: no tensor core waits for results to be written, and less is read (benchmarks/NOTES.md).
 
-[Note: at once] In a launch of several products, thread blocks wait for each other's tiles, so all of them have to be
-on the GPU at the same time. They always are, sooner or later, unless something else holds some of its multiprocessors
-until we are done: a collective, say, that waits for another rank whose multiprocessors are taken the same way. Where
-there are other ranks, every product is a launch of its own instead. The bits are the same: only the order of tiles is
-different. For the same reason two such launches on two streams of one process follow each other. What nobody can see
-here is a captured one that is replayed beside another on a second stream, and another process that holds the GPU for
-good.
+[Note: many launches at a time] In a launch of several products, thread blocks wait for each other's tiles. They take
+tiles in the order of one list, so the first that is not done can always go on, even with a single pair of blocks on the
+GPU: beside a collective that waits for other ranks, a second stream or another process, a launch becomes slower and
+nothing else.
 """
 
 from __future__ import annotations
@@ -17,38 +14,37 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from meshmuon.errors import message, warn_user
-from meshmuon.kernels.agenda import TILE, Product, Result, share_out, tiles_before
+from meshmuon.kernels.agenda import TILE, Product, Result, list_pairs, tiles_before
 from meshmuon.kernels.availability import is_interpreted, launching_on
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_source, describe_stack
 
 STEP = 64  # numbers of the inner dimension at a time
 _THREADS = 384
-_SHARED_BYTES = 6 * 2 * TILE * STEP * 2 + 4 * STEP * STEP * 2 + 2 * 6 * 8 + 8  # ring, staging, barriers, progress
+# The ring and its barriers, staging memory, what is sent to all warps and its barriers, progress.
+_SHARED_BYTES = 6 * (2 * TILE * STEP * 2 + 2 * 8) + 4 * STEP * STEP * 2 + 4 * (16 + 2 * 8) + 8
 MOST_STACKS, MOST_PRODUCTS = 12, 48  # as in clusters.cu
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-_Tables = tuple[Tensor, Tensor]
 _Key = tuple[torch.device, torch.dtype, int, tuple[Result, ...]]
-_tables: dict[_Key, _Tables] = {}  # kept: there are few shapes, and graphs know addresses
+_tables: dict[_Key, Tensor] = {}  # kept: there are few shapes, and graphs know addresses
 _lock = threading.Lock()
 
 
-def _tables_of(key: _Key, clusters: int) -> _Tables:
+def _table_of(key: _Key, clusters: int) -> Tensor:
     device, _, batch, results = key
     with _lock:
         if key not in _tables:
-            items, starts = share_out(batch, results, clusters)
-            _tables[key] = items.to(device), starts.to(device)
+            _tables[key] = list_pairs(batch, results, clusters).to(device)
         return _tables[key]
 
 
@@ -174,7 +170,7 @@ class ClusterLaunch:
     Args:
         products: What is computed, one after the other.
         stacks: (batch, rows, columns) each, that the products name by number.
-        written: For each matrix a zero, which counts its tiles. None for a single product.
+        written: What `counters` gives. None for a single product.
     """
 
     def __init__(self, products: Sequence[Product], stacks: Sequence[Tensor], written: Tensor | None = None) -> None:
@@ -182,29 +178,24 @@ class ClusterLaunch:
         kernel = _kernel(device, dtype)
         assert not isinstance(kernel, str), "can_run says whether it can"
         results = results_of(products, [stack.shape for stack in stacks])
-        tables = _tables_of((device, dtype, batch, results), kernel.clusters)
+        table = _table_of((device, dtype, batch, results), kernel.clusters)
         self._device = device
-        self._waits = written is not None
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Program) + MAP_ALIGNMENT)
         self._program = _Program.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
         for i, stack in enumerate(stacks):
             describe_stack(stack, ctypes.addressof(self._program) + i * MAP_BYTES)
         for i, (product, after) in enumerate(zip(products, tiles_before(results), strict=True)):
             self._program.products[i] = _described(product, stacks, after=after, last=i == len(products) - 1)
-        counters = None if written is None else written.data_ptr()
-        # These are kept: the arguments are their addresses.
-        self._pointers = [ctypes.c_void_p(p) for p in (tables[0].data_ptr(), tables[1].data_ptr(), counters)]
-        addresses = [ctypes.addressof(each) for each in (self._program, *self._pointers)]
-        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, (ctypes.c_void_p * 4)(*addresses))
+        counted = ctypes.c_void_p(None if written is None else written.data_ptr())
+        numbers = (ctypes.c_void_p(table.data_ptr()), ctypes.c_int(len(table)), counted, ctypes.c_int(batch))
+        self._kept = numbers  # the arguments are their addresses
+        addresses = [ctypes.addressof(each) for each in (self._program, *numbers)]
+        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, (ctypes.c_void_p * 5)(*addresses))
 
     def __call__(self) -> None:
         """Launch it on the current stream."""
         with launching_on(self._device):
-            stream = torch.cuda.current_stream(self._device)
-            if self._waits:
-                _in_turn(self._device, stream, lambda: self._launch(stream.cuda_stream))
-            else:
-                self._launch(stream.cuda_stream)
+            self._launch(torch.cuda.current_stream(self._device).cuda_stream)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it with other coefficients of its first product.
@@ -219,57 +210,16 @@ class ClusterLaunch:
         self()
 
 
-def at_once() -> bool:
-    """Say whether several products may be one launch here. See [Note: at once].
-
-    Returns:
-        Whether there are no other ranks.
-    """
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
-
-
-def in_parts(products: Sequence[Product]) -> list[Sequence[Product]]:
-    """Say what each launch of a program computes here.
-
-    Args:
-        products: The program.
-
-    Returns:
-        All of it, or one product each. See [Note: at once].
-    """
-    return [products] if at_once() else [[product] for product in products]
-
-
-def counters(stack: Tensor) -> Tensor | None:
-    """Make what the launches of a program count written tiles with.
+def counters(stack: Tensor) -> Tensor:
+    """Make what a launch of several products counts with: tiles that are written, pairs that are taken.
 
     Args:
         stack: One of the program's.
 
     Returns:
-        A zero for each matrix; None where each product is a launch of its own.
+        A zero for each matrix, and one more.
     """
-    return torch.zeros(len(stack), dtype=torch.int32, device=stack.device) if at_once() else None
-
-
-_turn = threading.Lock()
-_last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-
-
-def _in_turn(device: torch.device, stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:
-    """Launch what may not run beside another of its kind on another stream. See [Note: at once]."""
-    if torch.cuda.is_current_stream_capturing():  # it could not wait for what is not captured
-        launch()
-        return
-    with _turn:
-        if device not in _last:
-            _last[device] = stream, torch.cuda.Event()
-        before, done = _last[device]
-        if before != stream:
-            stream.wait_event(done)
-        launch()
-        done.record(stream)
-        _last[device] = stream, done
+    return torch.zeros(len(stack) + 1, dtype=torch.int32, device=stack.device)
 
 
 def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool) -> _Described:

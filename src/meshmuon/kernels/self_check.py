@@ -105,7 +105,7 @@ def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x·xᵀ and then its product with x, where there is a kernel for both: in one launch, if that is done here."""
+    """x·xᵀ and then its product with x in one launch, where there is a kernel for both."""
     x = _stack(device, dtype) / 8
     batch, m, n = x.shape
     results = (Result(m, m, mirrored=True), Result(m, n, mirrored=False))
@@ -113,9 +113,7 @@ def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tens
         return _gram(device, dtype)
     r, product = x.new_empty(batch, m, m), torch.empty_like(x)
     products = [Product(a=0, b=0, c=None, d=1, mirrored=True), Product(a=1, b=0, c=None, d=2, mirrored=False)]
-    written = clusters.counters(x)
-    for part in clusters.in_parts(products):
-        clusters.ClusterLaunch(part, [x, r, product], written)()
+    clusters.ClusterLaunch(products, [x, r, product], clusters.counters(x))()
     expected = torch.bmm(x.double(), x.double().mT).to(dtype)
     return product, torch.bmm(expected.double(), x.double())
 

@@ -177,7 +177,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.runnable: set[tuple[Any, ...]] = set()
-        self.launches: dict[tuple[Any, ...], list[ClusterLaunch]] = {}
+        self.launches: dict[tuple[Any, ...], ClusterLaunch] = {}
 
 
 _known: WeakKeyDictionary[Program, _Known] = WeakKeyDictionary()
@@ -195,8 +195,8 @@ def can_run(program: Program, x: Tensor) -> bool:
     """
     if _kind(x) in _known.setdefault(program, _Known()).runnable:
         return True
-    every = (clusters.results_of(part, _shapes(program, x)) for part in clusters.in_parts(program.products))
-    return all(clusters.can_run(x.device, x.dtype, batch=len(x), results=results) for results in every)
+    results = clusters.results_of(program.products, _shapes(program, x))
+    return clusters.can_run(x.device, x.dtype, batch=len(x), results=results)
 
 
 def run_program(program: Program, x: Given) -> Tensor:
@@ -214,14 +214,13 @@ def run_program(program: Program, x: Given) -> Tensor:
     if program.halves is not None:
         high, rest = program.halves
         symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
-    for launch in _bind(program, stacks, clusters.counters(x)):
-        launch()
+    _bind(program, stacks, clusters.counters(x))()
     _known[program].runnable.add(_kind(x))
     return stacks[program.result]
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.device, clusters.at_once()
+    return x.shape, x.dtype, x.device
 
 
 def _shapes(program: Program, x: Tensor) -> list[tuple[int, ...]]:
@@ -229,13 +228,12 @@ def _shapes(program: Program, x: Tensor) -> list[tuple[int, ...]]:
     return [(batch, m, m if side == "m" else n) for side in program.columns]
 
 
-def _bind(program: Program, stacks: list[Tensor], written: Tensor | None) -> list[ClusterLaunch]:
-    """The launches on this memory."""
-    where = tuple(whereabouts(stack) for stack in stacks)
-    key = (stacks[0].shape, *where, None if written is None else written.data_ptr())
+def _bind(program: Program, stacks: list[Tensor], written: Tensor) -> ClusterLaunch:
+    """The launch on this memory."""
+    key = (stacks[0].shape, *map(whereabouts, stacks), written.data_ptr())
     known = _known.setdefault(program, _Known()).launches
     if key not in known:
         if len(known) >= _MOST_BOUND:
             known.clear()
-        known[key] = [ClusterLaunch(part, stacks, written) for part in clusters.in_parts(program.products)]
+        known[key] = ClusterLaunch(program.products, stacks, written)
     return known[key]
