@@ -2,14 +2,13 @@
 
 import ctypes
 from importlib import resources
-from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 
 from meshmuon.kernels import clusters, cuda
-from meshmuon.kernels.agenda import Item, Product, Result, pair_up, set_size, share_out, tiles_before
+from meshmuon.kernels.agenda import Item, Product, Result, even_sets, list_pairs, pair_up, set_size, tiles_before
 from meshmuon.kernels.configs import choose_config
 
 SHARED, IDLE, SHIFT = 1, 2, 8
@@ -61,22 +60,22 @@ def test_at_most_one_block_idles():
         assert len(idle) <= 1
 
 
-@pytest.mark.parametrize("count", [1, 5, 66])
-def test_each_cluster_gets_its_pairs(count):
-    pairs = pair_up(range(4), square(640))
-    items, starts = shared_out(4, [square(640)], count)
-    assert len(starts) == count + 1
-    assert 2 * starts[-1] == len(items) == 2 * len(pairs)
-    for cluster, (start, end) in enumerate(pairwise(starts)):
-        assert (
-            list(zip(items[2 * start : 2 * end : 2], items[2 * start + 1 : 2 * end : 2], strict=True))
-            == pairs[cluster::count]
-        )
+def listed(*arguments):
+    """The pairs of a table, as what they were made of."""
+    places = ((m, 128 * (place & 0xFFFF), 128 * (place >> 16), f) for m, place, f, _ in table(*arguments))
+    items = [Item(*place) for place in places]
+    return list(zip(items[::2], items[1::2], strict=True))
 
 
-def shared_out(*arguments):
-    items, starts = share_out(*arguments)
-    return [Item(*item) for item in items.reshape(-1, 4).tolist()], starts.tolist()
+def table(*arguments):
+    return list_pairs(*arguments).reshape(-1, 4).tolist()
+
+
+def test_a_table_lists_all_pairs_in_order():
+    assert listed(4, [square(640)], 5) == pair_up(range(4), square(640))
+    wide = Result(640, 9000, mirrored=False)
+    assert listed(2, [wide], 66) == pair_up(range(2), wide)
+    assert not any(last for *_, last in table(4, [square(640)], 5)), "the kernel writes there"
 
 
 PROGRAM = [square(300), square(300), Result(300, 500, mirrored=False)] * 2
@@ -85,34 +84,36 @@ PROGRAM = [square(300), square(300), Result(300, 500, mirrored=False)] * 2
 @pytest.mark.parametrize("clusters_at_once", [1, 3, 66])
 @pytest.mark.parametrize("batch", [1, 2, 7, 100])
 def test_nobody_waits_for_tiles_that_come_later(batch, clusters_at_once):
-    """Or clusters could wait for each other for ever. The order of all is that in which clusters take turns."""
-    items, starts = shared_out(batch, PROGRAM, clusters_at_once)
-    queues = [items[2 * start : 2 * end] for start, end in pairwise(starts)]
+    """Or clusters could wait for each other for ever, who take pairs in the order of the list."""
     before = tiles_before(PROGRAM)
     written = dict.fromkeys(range(batch), 0)
-    turns = max(len(queue) for queue in queues) // 2
-    for turn in range(turns):
-        for queue in queues:
-            pair = [item for item in queue[2 * turn : 2 * turn + 2] if not item.flags & IDLE]
-            assert all(written[item.matrix] >= before[item.flags >> SHIFT] for item in pair)
-            for item in pair:
-                written[item.matrix] += 1
+    for pair in listed(batch, PROGRAM, clusters_at_once):
+        real = [item for item in pair if not item.flags & IDLE]
+        assert all(written[item.matrix] >= before[item.flags >> SHIFT] for item in real)
+        for item in real:
+            written[item.matrix] += 1
     assert set(written.values()) == {sum(result.tiles for result in PROGRAM)}
 
 
 def test_both_blocks_of_a_pair_are_in_the_same_product():
-    items, _ = shared_out(7, PROGRAM, 3)  # they share the places in shared memory, and so have to need as many
-    assert all(one.flags >> SHIFT == other.flags >> SHIFT for one, other in zip(items[::2], items[1::2], strict=True))
+    pairs = listed(7, PROGRAM, 3)  # they share the places in shared memory, and so have to need as many
+    assert all(one.flags >> SHIFT == other.flags >> SHIFT for one, other in pairs)
 
 
 def test_sets_are_as_small_as_the_distance_between_two_products_of_a_matrix_allows():
     squares = [square(768)] * 3
     size = set_size(48, squares, 66)
-    assert 48 % size == 0
-    assert (size - 1) * 21 >= 3 * 132
+    assert (size - 1) * 21 >= 3 * 132 > (size - 2) * 21
     assert set_size(48, [square(2048)] * 3, 66) < size
     assert set_size(5, squares, 66) == 5, "too few: all of them"
     assert set_size(48, squares[:1], 66) == 48, "one product waits for nothing"
+
+
+@pytest.mark.parametrize(("batch", "least", "sizes"), [(48, 7, [8] * 6), (50, 7, [7, 7, 7, 7, 7, 7, 8]), (5, 5, [5])])
+def test_sets_are_of_one_size(batch, least, sizes):
+    sets = even_sets(batch, least)
+    assert sorted(map(len, sets)) == sizes
+    assert [matrix for one in sets for matrix in one] == list(range(batch))
 
 
 def test_only_large_products_on_hopper_go_to_clusters():
@@ -182,7 +183,10 @@ def launched_programs(monkeypatch):
     def bind(blocks, threads, arguments):
         def launch(stream):
             program = clusters._Program.from_address(arguments[0])
-            pointers = [ctypes.cast(arguments[i], ctypes.POINTER(ctypes.c_void_p)).contents.value for i in (1, 2, 3)]
+            kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+            pointers = [
+                kind.from_address(address).value for kind, address in zip(kinds, list(arguments)[1:], strict=True)
+            ]
             products = [tuple(getattr(product, name) for name, _ in product._fields_) for product in program.products]
             launched.append((blocks, threads, stream, products, pointers, arguments[0]))
 
@@ -192,7 +196,6 @@ def launched_programs(monkeypatch):
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
     monkeypatch.setattr(clusters, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: mock.Mock(cuda_stream=7))
-    monkeypatch.setattr(clusters, "_in_turn", lambda device, stream, launch: launch())
     return driver, launched
 
 
@@ -210,7 +213,7 @@ def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add():
     assert launched[0][3][0] == (*first, 1.0, 2.0, 3.0)
     assert launched[1][3][0] == (*first, 4.0, 5.0, 6.0)
     assert launched[2][3][0][2:6] == (1, 1, 1, 0), "C's map is there, and not read"
-    assert launched[0][4][2] is None, "nothing is counted for one product"
+    assert launched[0][4][1:] == [3, None, 2], "pairs, nothing that is counted for one product, matrices"
     boxes = [list(arguments[6]) for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
     assert boxes == [[64, 64, 1]] * 5
     addresses = [arguments[0].value for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
@@ -223,11 +226,12 @@ def test_a_program_tells_what_each_product_waits_for():
         _, launched = launched_programs(patch)
         x = torch.zeros(3, 256, 640, dtype=torch.float16)
         r, product = x.new_empty(3, 256, 256), torch.empty_like(x)
-        written = torch.zeros(3, dtype=torch.int32)
+        written = clusters.counters(x)
         products = [Product(0, 0, None, 1, True), Product(1, 0, None, 2, False), Product(2, 2, None, 1, True)]
         clusters.ClusterLaunch(products, [x, r, product], written)()
     _, _, _, described, pointers, _ = launched[0]
-    assert pointers[2] == written.data_ptr()
+    assert pointers[2:] == [written.data_ptr(), 3]
+    assert written.tolist() == [0] * 4, "tiles of each matrix, and pairs"
     assert [one[4:7] for one in described[:3]] == [(1, 0, 1), (0, 0, 1), (1, 0, 0)], "mirrored, adds, awaited"
     assert [one[8:12] for one in described[:3]] == [(256, 256, 10, 0), (256, 640, 4, 3), (256, 256, 10, 13)]
 
@@ -240,4 +244,4 @@ def test_the_program_has_the_same_size_here_and_there():
     assert most == {"kMostMaps": clusters.MOST_STACKS, "kMostProducts": clusters.MOST_PRODUCTS}
     assert ctypes.sizeof(clusters._Described) == 36
     assert ctypes.sizeof(clusters._Program) == 128 * 12 + 36 * 48
-    assert ctypes.sizeof(clusters._Program) + 3 * 8 <= 4096, "what a kernel can be given by value"
+    assert ctypes.sizeof(clusters._Program) + 4 * 8 <= 4096, "what a kernel can be given by value"

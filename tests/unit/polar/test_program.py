@@ -195,19 +195,16 @@ class Stand:
         return launch
 
 
-@pytest.mark.parametrize(("world", "launches"), [(1, [(15, [0, 0])]), (2, [(1, None)] * 15)])
-def test_beside_other_ranks_every_product_is_a_launch_of_its_own(monkeypatch, world, launches):
+def test_all_products_are_one_launch(monkeypatch):
     made = []
     monkeypatch.setattr(module, "ClusterLaunch", Stand(made))
     monkeypatch.setattr(module.clusters, "can_run", lambda *_, **__: True)
-    monkeypatch.setattr(clusters.distributed, "is_initialized", lambda: world > 1)
-    monkeypatch.setattr(clusters.distributed, "get_world_size", lambda: world)
     schedule = resolve_schedule("polar_express", 5)
     program = copy.deepcopy(write_program("standard", schedule, (), folded=False))  # knows nothing yet
     x = matrices()
     assert module.can_run(program, x)
     got = module.run_program(program, [x.clone()])
-    assert made == launches
+    assert made == [(15, [0, 0, 0])]
     assert torch.equal(got, by_form("standard", schedule, (), False, x))
 
 
@@ -222,36 +219,6 @@ def test_what_cannot_run_now_is_asked_again_until_it_has_run(monkeypatch):
     assert module.can_run(program, x), "asked again: nothing was prepared yet"
     module.run_program(program, [x.clone()])
     assert module.can_run(program, x), "known by now"
-
-
-class Stream:
-    def __init__(self, name, waits):
-        self.name, self.waits = name, waits
-
-    def wait_event(self, event):
-        self.waits.append((self.name, event.of))
-
-
-class Event:
-    def record(self, stream):
-        self.of = stream.name
-
-
-def test_a_launch_that_waits_inside_follows_the_one_before_on_another_stream(monkeypatch):
-    waits, launched = [], []
-    one, other = Stream("one", waits), Stream("other", waits)
-    capturing = [False]
-    monkeypatch.setattr(clusters, "_last", {})
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    device = torch.device("cuda", 0)
-    for stream in (one, one, other, other, one):
-        clusters._in_turn(device, stream, lambda stream=stream: launched.append(stream.name))
-    assert waits == [("other", "one"), ("one", "other")]
-    capturing[0] = True  # a stream that is captured cannot wait for one that is not
-    clusters._in_turn(device, other, lambda: launched.append("captured"))
-    assert len(waits) == 2
-    assert launched == ["one", "one", "other", "other", "one", "captured"]
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(monkeypatch):
