@@ -98,8 +98,10 @@ def test_pointers_and_tma_and_every_tile_give_the_same_bits(m):
     expected = symmetric_matmul(x)
     for config in (
         TileConfig(64, 64, 4, 3),
+        TileConfig(64, 128, 4, 4),
         TileConfig(128, 64, 8, 3),
         TileConfig(64, 64, 4, 6, 8, True),
+        TileConfig(64, 128, 4, 4, 8, True, early=True),
         TileConfig(128, 64, 4, 3, 4, True),
         TileConfig(128, 64, 4, 4, 8, True),
     ):

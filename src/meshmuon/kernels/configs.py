@@ -1,8 +1,9 @@
 """Which tiles a symmetric product is computed in, by architecture and size. A table, so that no user waits for tuning.
 
-[Note: bits and batches] A matrix has to get the same bits alone or in company. On Hopper all tiles of one `block_k`
-were measured to give the same bits (tests/gpu/test_kernels.py keeps watch), so the choice may depend on how many tiles
-there are to fill the device with. Elsewhere nobody measured it, and the choice does not depend on the batch.
+[Note: bits and batches] A matrix has to get the same bits alone or in company. On Hopper all tiles of the table, with a
+`block_k` of 64 or 128, were measured to give the same bits (tests/gpu/test_kernels.py keeps watch), so the choice may
+depend on how many tiles there are to fill the device with. Elsewhere nobody measured it, and the choice does not depend
+on the batch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class TileConfig:
         group: Tile rows walked together, for L2.
         tensor_memory: Whether tiles may move through TMA descriptors.
         clusters: Whether pairs of thread blocks take the product instead where they can (clusters.py): same bits.
+        early: Whether it begins while the kernel before it still runs, and waits for that one by itself.
     """
 
     block: int
@@ -43,6 +45,7 @@ class TileConfig:
     group: int = 8
     tensor_memory: bool = False
     clusters: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,14 @@ _HOPPER_SMS = 132
 _FLOAT32 = TileConfig(block=64, block_k=32, warps=4, stages=2)
 _TABLE: dict[Architecture, tuple[Row, ...]] = {
     # Measured on an H200 (132 SMs, two programs of 128×128 with three stages on each). Up to about one tile per SM,
-    # smaller tiles fill the device better. A fourth stage costs the second program: it pays where k is long, or where
-    # an odd number of rounds would leave the second program of the last one without a tile.
+    # smaller tiles fill the device better; if there are fewer of those than SMs, longer steps and an early start count.
+    # Few large tiles with a long k are best one on each SM. A fourth stage costs the second program: it pays where k is
+    # long, or where an odd number of rounds would leave the second program of the last one without a tile.
     "hopper": (
-        Row(TileConfig(64, 64, 4, 4, tensor_memory=True), largest_count=136, largest_k=1536),
+        Row(TileConfig(64, 128, 4, 4, tensor_memory=True, early=True), largest_count=28),
+        Row(TileConfig(64, 64, 4, 4, tensor_memory=True), largest_count=78),
+        Row(TileConfig(64, 64, 4, 4, tensor_memory=True), largest_count=132, largest_k=1024),
+        Row(TileConfig(128, 64, 4, 4, tensor_memory=True), largest_count=132),
         Row(TileConfig(64, 64, 4, 3, tensor_memory=True), largest_count=136),
         Row(TileConfig(128, 64, 4, 3, tensor_memory=True, clusters=True), largest_k=3071),
         Row(TileConfig(128, 64, 4, 3, tensor_memory=True, clusters=True), largest_k=4096, even_waves=True),

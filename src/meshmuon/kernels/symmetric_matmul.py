@@ -182,7 +182,7 @@ class _Bound:
         read = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square))
         self._head = (*read, _descriptor(d, square), _descriptor(rest, square), m, k, tiles)
         wanted = (b is None, c is not None, None if rest is None else REST_SCALE)
-        self._tail = (*wanted, config.block, config.block_k, config.group)
+        self._tail = (*wanted, config.block, config.block_k, config.group, config.early)
         self._binary = (config, a.dtype, *wanted, a.device)  # all that the compiled kernel depends on
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
@@ -197,7 +197,9 @@ class _Bound:
     def _first(self, arguments: tuple[Any, ...]) -> None:
         from meshmuon.kernels.symmetric_tiles import tensor_memory_kernel
 
-        options = {"num_warps": self._config.warps, "num_stages": self._config.stages}
+        options: dict[str, Any] = {"num_warps": self._config.warps, "num_stages": self._config.stages}
+        if self._config.early:
+            options["launch_pdl"] = True
         compiled = tensor_memory_kernel[(self._programs,)](*arguments, **options)
         if not is_interpreted():
             _compiled[self._binary] = compiled

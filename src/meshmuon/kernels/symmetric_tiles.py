@@ -14,6 +14,7 @@ https://github.com/nil0x9/flash-muon. The grouped triangular order below is ours
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -93,13 +94,18 @@ def tensor_memory_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """D = alpha·A·Bᵀ + beta·C + gamma·I through tensor descriptors (TMA), which read zeros past the edges."""
+    if EARLY:
+        gdc_launch_dependents()
     matrix = tl.program_id(0) // tiles
     row, col = locate_tile(tl.program_id(0) % tiles, tl.cdiv(m, BLOCK), GROUP)
     on_diagonal = row == col
     row, col = row * BLOCK, col * BLOCK
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    if EARLY:
+        gdc_wait()  # until here nothing was read that the kernel before may write
     for start in range(0, k, BLOCK_K):
         left = a.load([matrix, row, start]).reshape(BLOCK, BLOCK_K)
         if SAME:

@@ -116,7 +116,7 @@ def entry_bytes(recipe: Recipe) -> int:
     return _FUSED_ENTRY_BYTES if recipe.fused else _ENTRY_BYTES
 
 
-def polar_work(recipe: Recipe, m: int, n: int, *, batch: int, alone: bool = False) -> Work:
+def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
     """Say what it takes to orthogonalize a batch.
 
     Args:
@@ -124,7 +124,6 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int, alone: bool = Fals
         m: Short side.
         n: Long side.
         batch: How many matrices at once.
-        alone: Whether there are no other ranks: then a program is one launch.
 
     Returns:
         The work.
@@ -134,16 +133,15 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int, alone: bool = Fals
     ours = recipe.kernels.products == "triton"
     total = recipe.flops(m, n)
     dense = min(total, recipe.whole_flops(m, n)) if ours else total
-    calls = _product_calls(recipe, alone=alone) + (0 if ours else _SMALL_CALLS * len(recipe.schedule))
+    calls = _product_calls(recipe) + (0 if ours else _SMALL_CALLS * len(recipe.schedule))
     calls += _FUSED_ENTRY_CALLS if recipe.fused else _ENTRY_CALLS
     passes = Work(bytes=float(entry_bytes(recipe) * batch * m * n), calls=float(calls))
     return products(m, dense=batch * dense, symmetric=batch * (total - dense)) + passes
 
 
-def _product_calls(recipe: Recipe, *, alone: bool) -> int:
+def _product_calls(recipe: Recipe) -> int:
     if recipe.program is not None:
-        before = 0 if recipe.program.halves is None else 1
-        return before + (1 if alone else len(recipe.program.products))
+        return 1 if recipe.program.halves is None else 2
     if recipe.form != "gram":
         return 3 * len(recipe.schedule)
     segments = split_at(recipe.schedule, recipe.restarts)

@@ -117,7 +117,7 @@ def _sum(works: Iterable[Work]) -> Work:
 
 def _local(bucket: Bucket, plan: Plan, hardware: Hardware) -> Stage:
     count = bucket.computed_by(None)
-    work = polar_work(bucket.recipe, *bucket.wide_shape, batch=count, alone=plan.ranks == 1)
+    work = polar_work(bucket.recipe, *bucket.wide_shape, batch=count)
     host = host_seconds(calls=work.calls + _elementwise_calls(bucket), team=Team(1, 1))
     seconds = hardware.calibration.seconds(work)
     return Stage((plan.rank,), count, 1, 0, work, seconds, 0.0, host, (count * bucket.cost,), (0,))

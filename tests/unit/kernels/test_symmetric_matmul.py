@@ -192,7 +192,8 @@ def test_the_table_covers_everything():
         for dtype in BOUND:
             for m in (1, 768, 4096, 65536):
                 configs = {choose_config(architecture, batch, m, 3 * m, dtype) for batch in (1, 3, 64, 1000)}
-                assert len({config.block_k for config in configs}) == 1
+                steps = {config.block_k for config in configs}
+                assert len(steps) == 1 or (architecture == "hopper" and steps == {64, 128}), "the same bits"
                 assert architecture == "hopper" or len(configs) == 1
                 for config in configs:
                     shared = config.stages * 2 * config.block * config.block_k * dtype.itemsize
