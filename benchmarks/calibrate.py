@@ -51,8 +51,9 @@ POLAR = [
     Measured(4, 4096, 4096, "standard", 16.8),
     Measured(4, 4096, 4096, "gram", 16.7),
 ]
-# Whole steps of Muon on one H200, ms: medians of `python -m benchmarks.bench_step` (results/h200-step.json), of the
-# graph where the host was slower than the device, which is what is predicted. Fitted on two, tried on the others.
+# Whole steps of Muon on one H200, ms: medians of `python -m benchmarks.bench_step` (results/h200-step.json), launched
+# or as a graph, whichever was faster: the device is what is predicted. Fitted on two, tried on the others; but the rate
+# of symmetric products at 1408 in plan/calibration.py is that of moe.
 STEPS: dict[str, float] = {
     name: min(row["optimizers"][way]["ms"] for way in ("meshmuon.Muon", "meshmuon.Muon (CUDA graph)"))
     for name, row in json.loads(Path(__file__).with_name("results").joinpath("h200-step.json").read_text())[

@@ -163,16 +163,18 @@ def test_the_rest_has_the_same_bits_alone_and_in_company():
     assert torch.equal(rests[:1], alone)
 
 
-@pytest.mark.parametrize("batch", [8, 24])
-def test_a_chain_that_begins_early_reads_nothing_too_early(batch):
+@pytest.mark.parametrize(
+    ("product", "batch", "m"), [(by_clusters, 8, 768), (by_clusters, 24, 768), (symmetric_matmul, 1, 512)]
+)
+def test_a_chain_that_begins_early_reads_nothing_too_early(product, batch, m):
     """Each product reads what the one before wrote, and writes what the one before that read."""
 
     def chain(pause):
-        r = symmetric(batch, 768, 768, dtype=torch.float16, seed=5) / 4
+        r = symmetric(batch, m, m, dtype=torch.float16, seed=5) / 4
         buffers = [r.clone(), torch.empty_like(r), torch.empty_like(r)]
         for step in range(60):
             a, out = buffers[step % 3], buffers[(step + 1) % 3]
-            by_clusters(a, beta=-0.5, c=a, gamma=0.25, out=out)
+            product(a, beta=-0.5, c=a, gamma=0.25, out=out)
             pause()
         return buffers[0].clone()
 
@@ -304,16 +306,18 @@ def test_a_program_ends_beside_one_that_holds_most_of_the_gpu(free):
     x = normalised(9, 768, 768)
     expected = by_program("standard", (), False, x)
     flag = holding(torch.cuda.get_device_properties(0).multi_processor_count - free)
-    found = by_program("standard", (), False, x)
-    done = torch.cuda.Event()
-    done.record()
-    given_up = time.monotonic() + 20
-    while not done.query() and time.monotonic() < given_up:
-        time.sleep(0.01)
-    in_time = done.query()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        flag.fill_(1)
-    torch.cuda.synchronize()
+    try:
+        found = by_program("standard", (), False, x)
+        done = torch.cuda.Event()
+        done.record()
+        given_up = time.monotonic() + 20
+        while not done.query() and time.monotonic() < given_up:
+            time.sleep(0.01)
+        in_time = done.query()
+    finally:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            flag.fill_(1)
+        torch.cuda.synchronize()
     assert in_time, "it waited for the whole GPU"
     assert torch.equal(found, expected)
 

@@ -59,7 +59,7 @@ def products() -> list[Product]:
 
 
 def candidates(architecture: Architecture, product: Product) -> Iterator[TileConfig]:
-    """List the tiles to try: first those of the table, then others with its `block_k`, which decides the bits.
+    """List the tiles to try: first those of the table, then others with its `block_k`, which may decide the bits.
 
     Args:
         architecture: The kind of GPU.
@@ -73,7 +73,9 @@ def candidates(architecture: Architecture, product: Product) -> Iterator[TileCon
     for block in (64, 128):
         for warps in (4, 8):
             for stages in (2, 3, 4, 5):
-                config = TileConfig(block, known.block_k, warps, stages, known.group, known.tensor_memory)
+                config = TileConfig(
+                    block, known.block_k, warps, stages, known.group, known.tensor_memory, early=known.early
+                )
                 if config != known:
                     yield config
 

@@ -135,7 +135,7 @@ def list_pairs(batch: int, results: Sequence[Result], clusters: int) -> Tensor:
 
     Returns:
         (pairs, 2, 4), in 32 bits: for either block the matrix, the tile's row and column (16 bits each), its flags, and
-        a place for what the kernel adds.
+        nothing: the kernel sends 16 bytes.
     """
     patterns = [_pattern(result, product) for product, result in enumerate(results)]
     sets = even_sets(batch, set_size(batch, results, clusters))

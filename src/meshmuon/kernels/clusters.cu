@@ -4,10 +4,10 @@
 //
 // Tiles are 128x128. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles of one column: each
 // loads its own rows of A, and half of B for both. In a block, two groups of 128 threads take turns: while one multiplies
-// its tile, the other rounds the one before and puts it into staging memory. Four warps serve them: one loads, one looks
-// ahead for what may be loaded, and two store what is staged. So the tensor cores never wait for memory. What is
-// multiplied passes through a ring of slots in shared memory; so does C, in a slot of its own behind the last one of its
-// tile.
+// its tile, the other rounds the one before and puts it into staging memory. Four warps serve them: one takes tiles and
+// looks ahead for what may be loaded, one loads, and two store what is staged. So the tensor cores never wait for memory.
+// What is multiplied passes through a ring of slots in shared memory; so does C, in a slot of its own behind the last one
+// of its tile.
 //
 // A product may read what one before it wrote. For each matrix a counter says how many tiles are written, of all products
 // so far; the warp that looks ahead waits until it says enough. Clusters take pairs of tiles in the order of one list, as
@@ -27,11 +27,12 @@ constexpr int kSlots = 6;
 constexpr uint32_t kBoxBytes = 64 * 64 * 2;       // 64 rows of 64 numbers, each row 128 bytes, swizzled
 constexpr uint32_t kTileBytes = 2 * kBoxBytes;    // 128 rows
 constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 columns of C
-constexpr int kAhead = 4;                         // items that are known before they are done
+constexpr int kAhead = 4;                         // items that are known before they are done; even, for two groups
 constexpr int kShared = 1, kIdle = 2;             // flags of an item: B is the other block's too; there is nothing to do
 constexpr int kEnd = 4, kPastEnd = 8;             // the list is at its end; one more item, for whoever looks at every other
 constexpr int kProductShift = 8;                  // what is left of an item's flags is the number of its product
 constexpr int kMostMaps = 12, kMostProducts = 48;
+static_assert(kAhead % 2 == 0, "a group has to find its items in the same slots again");
 
 struct Product {
   unsigned char a, b, c, d;  // numbers of their maps
@@ -82,21 +83,16 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Without .release.cluster, which would wait for all of memory: what is handed over has been read, not written.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}\n" ::"r"(barrier), "r"(rank) : "memory");
-}
-
 __device__ __forceinline__ uint32_t address_at(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
+// Without .release.cluster, which would wait for all of memory: what is handed over has been read, not written.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at(barrier, rank)) : "memory");
+}
+
 // Arrives when `value`, never negative, has been read from shared memory. Reading may wait for the tensor cores, and takes
 // longer then than it takes others to overwrite what is said to have been read.
 __device__ __forceinline__ void barrier_arrive_having(int value, uint32_t barrier, uint32_t rank) {
@@ -285,12 +281,12 @@ struct Item {
   __device__ __forceinline__ bool idle() const { return flags & kIdle; }
   __device__ __forceinline__ bool shared() const { return flags & kShared; }
   __device__ __forceinline__ bool ends() const { return flags & (kEnd | kPastEnd); }
-  __device__ __forceinline__ bool ends_first() const { return flags & kEnd; }
+  __device__ __forceinline__ bool past_end() const { return flags & kPastEnd; }
   __device__ __forceinline__ int product() const { return flags >> kProductShift; }
 };
 
 struct Mail {
-  uint32_t items, full, empty;  // addresses in shared memory; those of the first block say whether both have read
+  uint32_t items, full, empty;  // addresses in shared memory; the first block's `empty` is told by the readers of both
   uint32_t rank;
 
   // The same for all threads of a warp, and said so.
@@ -315,45 +311,41 @@ struct Mail {
 // Who reads an item: a warp that loads, one that looks ahead, one that stores, and four that multiply; in both blocks.
 constexpr int kReaders = 2 * (1 + 1 + 1 + 4);
 
+// ---- the warp that takes items, and waits for products before, far ahead of the one that loads
+
+// The list, and one thread that goes through it and sends what it takes to both blocks.
 struct Agenda {
   const int4* items;  // two for each pair: matrix, row and column of tiles, flags
   int pairs;
   int* taken;         // how many of the pairs are; null where clusters take them in turn, since no product waits for another
+  int pair = 0;       // the one to be sent next
+  int position = 0;   // in the ring
 
-  __device__ __forceinline__ int take(int number) const {
-    return taken ? atomicAdd(taken, 1) : (int)(blockIdx.x >> 1) + number * (int)(gridDim.x >> 1);
+  __device__ __forceinline__ void take(int number) {
+    pair = taken ? atomicAdd(taken, 1) : (int)(blockIdx.x >> 1) + number * (int)(gridDim.x >> 1);
+  }
+  __device__ __forceinline__ void send_next(const Mail& mail, const Program& program, int number) {
+    mail.wait_read(number);
+    if (pair < pairs) {
+      int4 first = items[2 * pair], second = items[2 * pair + 1];
+      const Product& product = program.products[first.z >> kProductShift];
+      first.w = second.w = position;
+      mail.send_both(number, first, second);
+      position = (position + product.steps + product.add) % (2 * kSlots);
+      take(number + 1);
+    } else {
+      mail.send_both(number, {0, 0, kEnd, 0}, {0, 0, kEnd, 0});
+      mail.wait_read(number + 1);
+      mail.send_both(number + 1, {0, 0, kPastEnd, 0}, {0, 0, kPastEnd, 0});
+    }
   }
 };
 
-// ---- the warp that takes items, and waits for products before, far ahead of the one that loads
-
-__device__ __forceinline__ void wait_for_scout(uint32_t progress, int number) {
-  int reached;
-  do {
-    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(reached) : "r"(progress) : "memory");
-  } while (reached <= number);
-}
-
 __device__ __forceinline__ void scout(
     Mail mail, Agenda agenda, const Program& program, const int* written, uint32_t progress) {
-  int position = 0;
-  int pair = mail.rank == 0 && leads() ? agenda.take(0) : 0;
+  if (mail.rank == 0 && leads()) agenda.take(0);
   for (int number = 0;; ++number) {
-    if (mail.rank == 0 && leads()) {
-      mail.wait_read(number);
-      if (pair < agenda.pairs) {
-        int4 first = agenda.items[2 * pair], second = agenda.items[2 * pair + 1];
-        const Product& product = program.products[first.z >> kProductShift];
-        first.w = second.w = position;
-        mail.send_both(number, first, second);
-        position = (position + product.steps + product.add) % (2 * kSlots);
-        pair = agenda.take(number + 1);
-      } else {
-        mail.send_both(number, {0, 0, kEnd, 0}, {0, 0, kEnd, 0});
-        mail.wait_read(number + 1);
-        mail.send_both(number + 1, {0, 0, kPastEnd, 0}, {0, 0, kPastEnd, 0});
-      }
-    }
+    if (mail.rank == 0 && leads()) agenda.send_next(mail, program, number);
     __syncwarp();
     const Item item = mail.read(number);
     if (item.ends()) break;
@@ -365,6 +357,12 @@ __device__ __forceinline__ void scout(
     }
     __syncwarp();
   }
+}
+__device__ __forceinline__ void wait_for_scout(uint32_t progress, int number) {
+  int reached;
+  do {
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(reached) : "r"(progress) : "memory");
+  } while (reached <= number);
 }
 
 // ---- the warp that loads
@@ -653,7 +651,7 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
   float top[64], bottom[64];
   for (int number = group.number;; number += 2) {
     const Item item = mail.read(number);
-    if (number > 0 && !(item.flags & kPastEnd)) group.take_turn();
+    if (number > 0 && !item.past_end()) group.take_turn();
     if (item.ends()) break;
     const Product& product = program.products[item.product()];
     group.ring.go_to(item.position);

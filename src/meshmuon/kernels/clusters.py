@@ -177,6 +177,7 @@ class ClusterLaunch:
         device, dtype, batch = stacks[0].device, stacks[0].dtype, len(stacks[0])
         kernel = _kernel(device, dtype)
         assert not isinstance(kernel, str), "can_run says whether it can"
+        assert written is not None or len(products) == 1, "what waits has to count"
         results = results_of(products, [stack.shape for stack in stacks])
         table = _table_of((device, dtype, batch, results), kernel.clusters)
         self._device = device

@@ -157,7 +157,7 @@ def choose_config(architecture: Architecture, batch: int, m: int, k: int, dtype:
 
 # [Note: tuned tiles] `meshmuon bench --tune FILE` writes what is fastest on one GPU; who sets this variable wants it.
 # Shapes in the file get its tiles, all others those of the table. Bits must stay independent of the batch: on Hopper
-# because the file may not change `block_k`, elsewhere because its rows hold for every batch.
+# because every `block_k` of the table gives the same, elsewhere because its rows hold for every batch.
 VARIABLE = "MESHMUON_TILES"
 Tuned = Mapping[tuple[Architecture, int, int], Mapping[int | None, TileConfig]]
 

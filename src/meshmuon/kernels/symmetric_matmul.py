@@ -182,7 +182,7 @@ class _Bound:
         read = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square))
         self._head = (*read, _descriptor(d, square), _descriptor(rest, square), m, k, tiles)
         wanted = (b is None, c is not None, None if rest is None else REST_SCALE)
-        self._tail = (*wanted, config.block, config.block_k, config.group, config.early)
+        self._tail = (*wanted, config.block, config.block_k, config.group, config.early and not is_interpreted())
         self._binary = (config, a.dtype, *wanted, a.device)  # all that the compiled kernel depends on
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
@@ -198,7 +198,7 @@ class _Bound:
         from meshmuon.kernels.symmetric_tiles import tensor_memory_kernel
 
         options: dict[str, Any] = {"num_warps": self._config.warps, "num_stages": self._config.stages}
-        if self._config.early:
+        if self._tail[-1]:  # it says so, and waits by itself
             options["launch_pdl"] = True
         compiled = tensor_memory_kernel[(self._programs,)](*arguments, **options)
         if not is_interpreted():

@@ -214,7 +214,8 @@ def run_program(program: Program, x: Given) -> Tensor:
     if program.halves is not None:
         high, rest = program.halves
         symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
-    _bind(program, stacks, clusters.counters(x))()
+    written = clusters.counters(x)  # kept until the launch: it is known by its address
+    _bind(program, stacks, written)()
     _known[program].runnable.add(_kind(x))
     return stacks[program.result]
 

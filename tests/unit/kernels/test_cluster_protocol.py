@@ -6,6 +6,7 @@ they were written. The model follows clusters.cu line by line; whoever changes o
 
 import random
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import NamedTuple
 
 import pytest
@@ -82,9 +83,16 @@ class Block:
         self.received = [Barrier(READERS) for _ in range(AHEAD)]  # only the first block's count
         self.items = [None] * AHEAD
         self.progress = 0
-        # Named barriers on which one side arrives and the other one waits.
-        self.turns, self.free, self.staged = ([0] * GROUPS for _ in range(3))
+        self.turns, self.free, self.staged = (Flags([0] * GROUPS) for _ in range(3))
         self.staging = [None] * GROUPS
+
+
+class Flags(list):
+    """Named barriers on which one side arrives and the other one waits: nobody may arrive twice before."""
+
+    def __setitem__(self, place, value):
+        assert 0 <= value <= 1, "arrived twice"
+        super().__setitem__(place, value)
 
 
 class World:
@@ -104,12 +112,12 @@ class World:
         late_wait=False,
         turns=True,
         scouts=True,
-        early=False,
+        counts_early=False,
         hasty=False,
         in_turn=False,
     ):
         self.program, self.pairs, self.clusters = program, pairs, clusters
-        self.late_wait, self.turns, self.scouts, self.early = late_wait, turns, scouts, early
+        self.late_wait, self.turns, self.scouts, self.counts_early = late_wait, turns, scouts, counts_early
         self.hasty, self.in_turn = hasty, in_turn
         self.slow = slow  # parts that arrive only when nothing else can happen
         self.random = random.Random(seed)
@@ -119,9 +127,10 @@ class World:
 
     def run(self, *, absent=0):
         """Let all go on until nothing is left to do. Clusters that are absent never come."""
-        actors = []
+        actors, everything = [], []
         for cluster in range(self.clusters - absent):
             blocks = [Block() for _ in range(RANKS)]
+            everything += blocks
             for rank in range(RANKS):
                 actors += [self.loader(blocks, rank), self.scout(blocks, rank, cluster)]
                 for number in range(GROUPS):
@@ -139,6 +148,8 @@ class World:
             waiting[chosen] = next(chosen, None)
             if waiting[chosen] is None:
                 actors.remove(chosen)
+        for block in everything:
+            assert not any([*block.turns, *block.staged, *block.free]), "somebody arrived for nobody"
 
     def take(self, cluster, number):
         if self.in_turn:
@@ -217,7 +228,7 @@ class World:
                     tiles = self.pairs[pair]
                     self.send(blocks, index, position, tiles)
                     product = self.program[tiles[0].product]
-                    position += product.steps + product.add
+                    position = (position + product.steps + product.add) % (2 * SLOTS)
                     pair = self.take(cluster, index + 1)
                 else:
                     self.send(blocks, index, 0, [Tile(end=True)] * RANKS)
@@ -283,6 +294,7 @@ class World:
                 yield lambda: True
                 block.staged[number] += 1
         yield lambda: block.free[number] > 0
+        block.free[number] -= 1
 
     def storer(self, blocks, rank, number):
         block, index = blocks[rank], number - GROUPS
@@ -304,7 +316,7 @@ class World:
                 yield lambda: True  # it is read at some later time
                 assert block.staging[number] == (index, box), "a box was overwritten"
                 block.free[number] += 1
-            if not self.early:
+            if not self.counts_early:
                 yield lambda stored=stored: len(stored) == BOXES
             if product.awaited:
                 self.landed[tile.matrix] = self.landed.get(tile.matrix, 0) + (len(stored) == BOXES)
@@ -325,20 +337,27 @@ class World:
             block.empty[slot].arrive()
 
 
+def test_the_model_is_as_large_as_the_kernel():
+    source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
+    for line in (f"kSlots = {SLOTS};", f"kAhead = {AHEAD};", f"barrier_init(ring.empty + 8 * i, {RANKS});"):
+        assert line in source
+
+
 SHARED, APART = (Tile(shared=True),) * 2, (Tile(),) * 2
 PAIRS = [SHARED, SHARED, APART, SHARED, APART, SHARED, SHARED, (Tile(), Tile(idle=True))]
 
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("steps", [1, 4, 5, 6, 7, 13])
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 8])
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_everything_is_read_once_and_in_time(steps, add, count, in_turn):
     slows = [(), (), (), ("c",), ("a",), ("b0",), ("b1",), ("b0", "c"), ("d",), ("item",), ("expect",)]
     for seed, slow in enumerate(slows):
-        world = World([Step(steps, add)], PAIRS[-count:], seed=seed, slow=slow, clusters=1 + seed % 3, in_turn=in_turn)
+        pairs = PAIRS[len(PAIRS) - count :]
+        world = World([Step(steps, add)], pairs, seed=seed, slow=slow, clusters=1 + seed % 3, in_turn=in_turn)
         world.run()
-        assert world.read == (RANKS * count - 1) * steps
+        assert world.read == max(0, RANKS * count - 1) * steps
 
 
 def test_the_turn_may_not_go_on_before_c_is_there():
@@ -399,7 +418,7 @@ def test_without_a_scout_products_are_read_too_early():
 def test_a_tile_may_not_be_counted_before_it_is_stored():
     program, pairs, _ = program_of(3, 4)
     with pytest.raises(AssertionError, match="before it was written"):
-        World(program, pairs, clusters=4, seed=0, slow=["d"], early=True).run()
+        World(program, pairs, clusters=4, seed=0, slow=["d"], counts_early=True).run()
 
 
 def test_who_waits_for_a_later_tile_waits_for_ever():

@@ -186,6 +186,30 @@ def test_without_triton_the_message_says_what_to_install():
         symmetric_matmul(x)
 
 
+def test_an_early_start_is_told_to_the_kernel_and_to_the_launch():
+    """One without the other would read too early, or wait for nothing."""
+    from meshmuon.kernels import symmetric_matmul as module
+    from meshmuon.kernels import symmetric_tiles
+
+    a, out = torch.zeros(1, 64, 64, dtype=torch.float16), torch.zeros(1, 64, 64, dtype=torch.float16)
+    with (
+        mock.patch.object(module, "is_interpreted", return_value=False),
+        mock.patch.object(symmetric_tiles, "tensor_memory_kernel", mock.MagicMock()) as kernel,
+        mock.patch.dict(module._compiled, clear=True),
+    ):
+        for early in (False, True):
+            config = TileConfig(64, 128, 4, 4, tensor_memory=True, early=early)
+            module._Bound(config, a, None, None, out, None)(1.0, 0.0, 0.0)
+    calls = kernel.__getitem__.return_value.call_args_list
+    assert [(call.args[-1], call.kwargs.get("launch_pdl", False)) for call in calls] == [(False, False), (True, True)]
+
+
+def test_an_early_start_changes_nothing_here():
+    x = torch.randn(1, 40, 72, generator=torch.Generator().manual_seed(0)).half()
+    early = TileConfig(block=32, block_k=16, warps=4, stages=2, tensor_memory=True, early=True)
+    assert torch.equal(symmetric_matmul_with(early, x), symmetric_matmul_with(TMA, x))
+
+
 def test_the_table_covers_everything():
     assert architecture_of(torch.device("cpu")) == "other"
     for architecture in ("hopper", "blackwell", "ampere", "rocm", "other"):

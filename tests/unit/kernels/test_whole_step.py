@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshmuon import Muon, Orthogonalizer
 from meshmuon.kernels import self_check
+from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.dispatch import choose_kernels
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
@@ -136,6 +137,31 @@ def test_a_rest_that_is_wrong_is_refused():
     assert self_check.check_kernel(name, device, torch.float16) < 1.0
     with mock.patch.object(self_check, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
         self_check.check_kernel(name, device, torch.float16)
+
+
+def launch_by_torch(products, stacks, written):
+    """Stand in for a launch of several products."""
+    assert written is not None
+
+    def launch():
+        for product in products:
+            b = stacks[product.b].double()
+            result = product.alpha * torch.bmm(stacks[product.a].double(), b.mT if product.mirrored else b)
+            stacks[product.d].copy_(result)
+
+    return launch
+
+
+def test_of_products_that_follow_each_other_the_last_ones_count():
+    name, device = "one product after the other", torch.device("cpu")
+    with mock.patch.object(self_check.clusters, "can_run", return_value=True) as asked:
+        with mock.patch.object(self_check.clusters, "ClusterLaunch", launch_by_torch):
+            assert self_check.check_kernel(name, device, torch.float16) < 1.0
+        pairs = list_pairs(asked.call_args.kwargs["batch"], asked.call_args.kwargs["results"], 66)
+        assert len(pairs) > 5 * 66, "clusters take more than they know ahead"
+        tired = mock.patch.object(self_check.clusters, "ClusterLaunch", lambda p, *rest: launch_by_torch(p[:-2], *rest))
+        with tired, pytest.raises(RuntimeError, match="one product after the other"):
+            self_check.check_kernel(name, device, torch.float16)
 
 
 def test_the_choice_has_a_reason():
