@@ -179,6 +179,7 @@ def test_members_of_a_team_meet_in_one_order(counted, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nobody_beside")  # ranks of earlier tests may have made it
 def test_process_groups_are_made_once(pool):
     """Two of three axes cut a matrix: none of the mesh's own groups is the team. Sockets are not made twice for it."""
     assert pool(8).run(counting.count_new_groups) == [[1, 0, 0]] * 8
