@@ -51,8 +51,8 @@ class Item(NamedTuple):
 
     Attributes:
         matrix: Which one of the stack.
-        row: Of the tile's first element.
-        col: Of the tile's first element.
+        row: Of tiles.
+        col: Of tiles.
         flags: Whether the pair shares the operand of its column; whether there is nothing to compute; which product.
     """
 
@@ -111,10 +111,10 @@ def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[t
     waiting: Item | None = None
     for matrix in matrices:
         for _, col, row in shared:
-            first, second = (Item(matrix, TILE * r, TILE * col, _SHARED | number) for r in (row, row + 1))
+            first, second = (Item(matrix, r, col, _SHARED | number) for r in (row, row + 1))
             pairs.append((first, second))
         for row, col in single:
-            item = Item(matrix, TILE * row, TILE * col, number)
+            item = Item(matrix, row, col, number)
             if waiting is None:
                 waiting = item
             else:
@@ -154,7 +154,7 @@ def _pattern(result: Result, product: int) -> _Pattern:
 
 
 def _table(pairs: list[tuple[Item, Item]]) -> Tensor:
-    rows = [[(x.matrix, x.row // TILE | x.col // TILE << 16, x.flags, 0) for x in pair] for pair in pairs]
+    rows = [[(item.matrix, item.row | item.col << 16, item.flags, 0) for item in pair] for pair in pairs]
     return torch.tensor(rows, dtype=torch.int32)
 
 

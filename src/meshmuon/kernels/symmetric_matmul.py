@@ -168,7 +168,7 @@ class _Bound:
     descriptors would cost twice as much host time.
     """
 
-    __slots__ = ("_binary", "_config", "_device", "_head", "_programs", "_tail")
+    __slots__ = ("_binary", "_config", "_device", "_early", "_head", "_programs", "_tail")
 
     def __init__(
         self, config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None
@@ -178,11 +178,12 @@ class _Bound:
         operand, square = (1, config.block, config.block_k), (1, config.block, config.block)
         self._config = config
         self._device = a.device
+        self._early = config.early and not is_interpreted()
         self._programs = batch * tiles
         read = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square))
         self._head = (*read, _descriptor(d, square), _descriptor(rest, square), m, k, tiles)
         wanted = (b is None, c is not None, None if rest is None else REST_SCALE)
-        self._tail = (*wanted, config.block, config.block_k, config.group, config.early and not is_interpreted())
+        self._tail = (*wanted, config.block, config.block_k, config.group, self._early)
         self._binary = (config, a.dtype, *wanted, a.device)  # all that the compiled kernel depends on
 
     def __call__(self, alpha: float, beta: float, gamma: float) -> None:
@@ -198,7 +199,7 @@ class _Bound:
         from meshmuon.kernels.symmetric_tiles import tensor_memory_kernel
 
         options: dict[str, Any] = {"num_warps": self._config.warps, "num_stages": self._config.stages}
-        if self._tail[-1]:  # it says so, and waits by itself
+        if self._early:
             options["launch_pdl"] = True
         compiled = tensor_memory_kernel[(self._programs,)](*arguments, **options)
         if not is_interpreted():

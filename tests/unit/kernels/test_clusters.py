@@ -24,7 +24,7 @@ def test_every_tile_of_the_lower_triangle_is_computed_once(batch, m):
     pairs = pair_up(range(batch), square(m))
     found = [item[:3] for pair in pairs for item in pair if not item.flags & IDLE]
     sides = -(-m // 128)
-    wanted = {(z, 128 * i, 128 * j) for z in range(batch) for i in range(sides) for j in range(i + 1)}
+    wanted = {(z, i, j) for z in range(batch) for i in range(sides) for j in range(i + 1)}
     assert len(found) == len(wanted) == batch * square(m).tiles
     assert set(found) == wanted
 
@@ -34,7 +34,7 @@ def test_every_tile_of_a_whole_product_is_computed_once(shape):
     result = Result(*shape, mirrored=False)
     found = [item[:3] for pair in pair_up(range(3), result) for item in pair if not item.flags & IDLE]
     rows, cols = (-(-side // 128) for side in shape)
-    wanted = {(z, 128 * i, 128 * j) for z in range(3) for i in range(rows) for j in range(cols)}
+    wanted = {(z, i, j) for z in range(3) for i in range(rows) for j in range(cols)}
     assert len(found) == len(wanted) == 3 * result.tiles
     assert set(found) == wanted
 
@@ -62,13 +62,9 @@ def test_at_most_one_block_idles():
 
 def listed(*arguments):
     """The pairs of a table, as what they were made of."""
-    places = ((m, 128 * (place & 0xFFFF), 128 * (place >> 16), f) for m, place, f, _ in table(*arguments))
-    items = [Item(*place) for place in places]
+    rows = list_pairs(*arguments).reshape(-1, 4).tolist()
+    items = [Item(matrix, place & 0xFFFF, place >> 16, flags) for matrix, place, flags, _ in rows]
     return list(zip(items[::2], items[1::2], strict=True))
-
-
-def table(*arguments):
-    return list_pairs(*arguments).reshape(-1, 4).tolist()
 
 
 def test_a_table_lists_all_pairs_in_order():
@@ -119,6 +115,8 @@ def test_only_large_products_on_hopper_go_to_clusters():
     for shape in ((48, 1408, 1408), (12, 2048, 2048), (4, 4096, 4096), (3, 4096, 4096), (8, 2048, 8192)):
         assert choose_config("hopper", *shape, torch.float16).clusters
     assert not choose_config("hopper", 1, 1024, 1024, torch.float16).clusters
+    few, more = (choose_config("hopper", 1, m, m, torch.float16) for m in (896, 1024))
+    assert few.early and not more.early, "fewer tiles of 64x64 than multiprocessors"
     assert not choose_config("hopper", 8, 2048, 8192, torch.float32).clusters
     for architecture in ("blackwell", "ampere", "rocm", "other"):
         assert not choose_config(architecture, 8, 2048, 8192, torch.float16).clusters
