@@ -11,7 +11,7 @@ import torch
 
 from meshmuon.kernels import clusters
 from meshmuon.kernels import symmetric_matmul as module
-from meshmuon.kernels.agenda import Product, Result
+from meshmuon.kernels.agenda import Product, Result, Second
 from meshmuon.kernels.configs import TileConfig
 from meshmuon.kernels.symmetric_matmul import symmetric_matmul, symmetric_matmul_with
 from meshmuon.polar import program as programs
@@ -20,6 +20,7 @@ from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.program import write_program
+from meshmuon.polar.ways import Way
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -204,7 +205,16 @@ def test_a_whole_product(batch, m, n, dtype):
         assert torch.equal(alone[0], got[-1]), "the same bits alone"
 
 
-FORMS = [("standard", (), False), ("gram", (2,), False), ("gram", (2,), True)]
+WAYS = [
+    Way("standard"),
+    Way("gram", (2,)),
+    Way("gram", (2,), whole=True),
+    Way("gram", (2,), paired=True),
+    Way("gram", (2,), whole=True, paired=True),
+    Way("gram", (2, 3), paired=True),
+    Way("gram", (2,), folded=True),
+    Way("gram", (2,), folded=True, paired=True),
+]
 SCHEDULE = resolve_schedule("polar_express", 5)
 
 
@@ -213,8 +223,8 @@ def normalised(batch, m, n, dtype=torch.float16):
     return (x / x.norm(dim=(1, 2), keepdim=True)).to(dtype)
 
 
-def by_program(form, restarts, folded, x):
-    program = write_program(form, SCHEDULE, restarts, folded=folded)
+def by_program(way, x):
+    program = write_program(SCHEDULE, way)
     assert programs.can_run(program, x)
     return programs.run_program(program, [x.clone()])
 
@@ -235,31 +245,73 @@ class ByClusters(KernelOperations):
         clusters.ClusterLaunch([add], [factor, high, first, second])()
         return symmetric_matmul(second, factor)
 
+    def combined(self, left, right, added, wanted):
+        """Each result by a launch of its own."""
+        found = []
+        for terms in wanted:
+            c, e = (*added, None)[:2]
+            beta, delta = (*terms.added, 0.0)[:2]
+            factors = {"alpha": terms.product, "beta": beta, "gamma": terms.identity, "delta": delta}
+            product = Product(0, 1, 2, 4, True, e=None if e is None else 3, **factors)
+            found.append(torch.full_like(left, float("nan")))
+            clusters.ClusterLaunch([product], [left, right, c, c if e is None else e, found[-1]])()
+        return found
 
-def by_form(form, restarts, folded, x):
-    if form == "standard":
+
+def by_form(way, x):
+    if way.form == "standard":
         return newton_schulz(x, schedule=SCHEDULE, operations=ByClusters())
-    iterate = folded_gram_newton_schulz if folded else gram_newton_schulz
-    return iterate(x, schedule=SCHEDULE, restarts=restarts, operations=ByClusters())
+    iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
+    pairs = ByClusters() if way.paired else None
+    return iterate(x, schedule=SCHEDULE, restarts=way.restarts, operations=ByClusters(), pairs=pairs)
 
 
-@pytest.mark.parametrize(("form", "restarts", "folded"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("batch", "m"), [(1, 64), (3, 136), (60, 384), (12, 1408), (3, 2048)])
+@pytest.mark.parametrize("over", [False, True])
+def test_two_results_with_two_more_terms(batch, m, dtype, over):
+    a, c, e = (symmetric(batch, m, m, dtype=dtype, seed=seed) for seed in (0, 1, 2))
+    square, eye = a.double() @ a.double(), torch.eye(m, device="cuda", dtype=torch.float64)
+    expected = [
+        0.5 * square + 1.5 * c.double() - 0.75 * e.double() + 2.0 * eye,
+        -0.25 * square + 0.5 * c.double() + 1.25 * e.double() - 1.0 * eye,
+    ]
+    first, second = (e, c) if over else (torch.full_like(a, float("nan")) for _ in range(2))
+    more = Second(4, alpha=-0.25, beta=0.5, delta=1.25, gamma=-1.0)
+    product = Product(0, 0, 1, 3, True, alpha=0.5, beta=1.5, gamma=2.0, e=2, delta=-0.75, second=more)
+    clusters.ClusterLaunch([product], [a, c, e, first, second])()
+    for got, wide in zip((first, second), expected, strict=True):
+        assert torch.equal(got, got.mT)
+        assert (got.double() - wide).abs().max() <= torch.finfo(dtype).eps * wide.abs().max()
+
+
+def test_without_more_terms_it_has_the_bits_it_had():
+    a, c = (symmetric(12, 1408, 1408, dtype=torch.float16, seed=seed) for seed in (0, 1))
+    expected = symmetric_matmul_with(TRITON, a, alpha=0.5, beta=1.5, c=c, gamma=2.0)
+    results = [torch.full_like(a, float("nan")) for _ in range(2)]
+    more = Second(4, alpha=0.5, beta=1.5, delta=0.0, gamma=2.0)
+    product = Product(0, 0, 1, 3, True, alpha=0.5, beta=1.5, gamma=2.0, e=2, delta=0.0, second=more)
+    clusters.ClusterLaunch([product], [a, c, a, *results])()
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     ("batch", "m", "n"),
     [(1, 256, 512), (3, 272, 304), (48, 768, 768), (5, 1408, 2048), (24, 768, 3072), (2, 2048, 2048)],
 )
-def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, form, restarts, folded):
+def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, way):
     x = normalised(batch, m, n)
-    expected = by_form(form, restarts, folded, x)
+    expected = by_form(way, x)
     for _ in range(10):
-        assert torch.equal(by_program(form, restarts, folded, x), expected)
-    assert torch.equal(by_program(form, restarts, folded, x[-1:])[0], expected[-1]), "alone"
-    assert not torch.equal(by_program(form, restarts, folded, x.flip(0) * 0.99), expected)
+        assert torch.equal(by_program(way, x), expected)
+    assert torch.equal(by_program(way, x[-1:])[0], expected[-1]), "alone"
+    assert not torch.equal(by_program(way, x.flip(0) * 0.99), expected)
 
 
 def test_a_captured_program_has_the_same_bits_with_other_data():
     x = normalised(40, 768, 768)
-    program = write_program("standard", SCHEDULE, (), folded=False)
+    program = write_program(SCHEDULE, Way("standard"))
     programs.run_program(program, [x.clone()])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -268,15 +320,15 @@ def test_a_captured_program_has_the_same_bits_with_other_data():
     for _ in range(5):
         out.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, by_program("standard", (), False, x))
+        assert torch.equal(out, by_program(Way("standard"), x))
 
 
 def test_programs_on_two_streams_at_once():
     """Both want the whole GPU, and each may hold a part of it while it waits for its own tiles."""
-    standard = partial(by_program, "standard", (), False)
+    in_pairs = partial(by_program, Way("gram", (2, 3), paired=True))
     ones = [normalised(40, 640, 512), normalised(24, 512, 768)]
-    expected = [standard(one) for one in ones]
-    for found in on_two_streams(standard, ones):
+    expected = [in_pairs(one) for one in ones]
+    for found in on_two_streams(in_pairs, ones):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -304,10 +356,10 @@ def holding(multiprocessors):
 def test_a_program_ends_beside_one_that_holds_most_of_the_gpu(free):
     """As a collective does that waits for other ranks: no block may wait for another one that is not there yet."""
     x = normalised(9, 768, 768)
-    expected = by_program("standard", (), False, x)
+    expected = by_program(Way("standard"), x)
     flag = holding(torch.cuda.get_device_properties(0).multi_processor_count - free)
     try:
-        found = by_program("standard", (), False, x)
+        found = by_program(Way("standard"), x)
         done = torch.cuda.Event()
         done.record()
         given_up = time.monotonic() + 20
@@ -324,7 +376,7 @@ def test_a_program_ends_beside_one_that_holds_most_of_the_gpu(free):
 
 def test_a_program_takes_the_memory_it_says():
     x = normalised(24, 768, 3072)
-    program = write_program("gram", SCHEDULE, (2,), folded=True)
+    program = write_program(SCHEDULE, Way("gram", (2,), folded=True))
     programs.run_program(program, [x.clone()])
     torch.cuda.synchronize()
     given = [x.clone()]

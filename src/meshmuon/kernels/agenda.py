@@ -21,19 +21,43 @@ _SHARED, _IDLE, _PRODUCT_SHIFT = 1, 2, 8  # flags, as in clusters.cu
 _WAVES_BETWEEN = 3  # until what one wave of tiles computes is written, two more may have begun
 
 
+class Second(NamedTuple):
+    """What else is made of a product: alpha·A·Bᵀ + beta·C + delta·E + gamma·I, with other factors.
+
+    Attributes:
+        d: Number of the stack it is written to. It may be C or E, if the first result is not.
+        alpha: Factor of the product.
+        beta: Factor of C.
+        delta: Factor of E.
+        gamma: What is added to the diagonal.
+    """
+
+    d: int
+    alpha: float
+    beta: float
+    delta: float
+    gamma: float
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a program: D = alpha·A·Bᵀ + beta·C + gamma·I if mirrored, else D = alpha·A·B + beta·C.
+    """One product of a program: D = alpha·A·Bᵀ + beta·C + delta·E + gamma·I if mirrored, else D = alpha·A·B + beta·C.
 
     Attributes:
         a: Number of the stack A.
         b: Number of the stack B.
         c: Number of the stack C, or None.
-        d: Number of the stack D. It may be C, never A or B.
+        d: Number of the stack D. It may be C or E, never A or B.
         mirrored: Whether D is known to be symmetric: one triangle is computed.
         alpha: Factor of the product.
         beta: Factor of C.
         gamma: What is added to the diagonal.
+        e: Number of the stack E, or None. Only beside C.
+        delta: Factor of E.
+        second: Another result of the same product, or None.
+        half_a: Whether only the lower triangle of A is there, which is symmetric.
+        half_b: The same of B.
+        half_d: Whether only the lower triangle of results is to be written. What is above it may be anything.
     """
 
     a: int
@@ -44,6 +68,27 @@ class Product:
     alpha: float = 1.0
     beta: float = 0.0
     gamma: float = 0.0
+    e: int | None = None
+    delta: float = 0.0
+    second: Second | None = None
+    half_a: bool = False
+    half_b: bool = False
+    half_d: bool = False
+
+    @property
+    def operands(self) -> tuple[int, int]:
+        """The stacks that are multiplied."""
+        return self.a, self.b
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """The stacks that are added."""
+        return tuple(stack for stack in (self.c, self.e) if stack is not None)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The stacks that are written."""
+        return (self.d,) if self.second is None else (self.d, self.second.d)
 
 
 class Item(NamedTuple):

@@ -1,13 +1,18 @@
 // Products of stacks of matrices, one after the other in a single launch, in 16 bits with fp32 sums, on Hopper (sm_90a):
-//   D = alpha A B^T + beta C + gamma I where that is known to be symmetric: one triangle is computed, and mirrored;
-//   D = alpha A B + beta C             where it is not.
+//   D = alpha A B^T + beta C + delta E + gamma I where that is known to be symmetric: one triangle is computed;
+//   D = alpha A B + beta C                       where it is not.
+// Of the same product, a second D with other factors can be made.
+//
+// Of a symmetric D, the other triangle is written as the mirror image of the first, or not at all: what is multiplied
+// next then takes boxes from the triangle that is there, and has the tensor cores read them turned. That is half of the
+// bytes to write and to hold in the cache, and the same bits.
 //
 // Tiles are 128x128. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles of one column: each
 // loads its own rows of A, and half of B for both. In a block, two groups of 128 threads take turns: while one multiplies
 // its tile, the other rounds the one before and puts it into staging memory. Four warps serve them: one takes tiles and
 // looks ahead for what may be loaded, one loads, and two store what is staged. So the tensor cores never wait for memory.
-// What is multiplied passes through a ring of slots in shared memory; so does C, in a slot of its own behind the last one
-// of its tile.
+// What is multiplied passes through a ring of slots in shared memory; so do C and E, in slots of their own behind the last
+// one of their tile.
 //
 // A product may read what one before it wrote. For each matrix a counter says how many tiles are written, of all products
 // so far; the warp that looks ahead waits until it says enough. Clusters take pairs of tiles in the order of one list, as
@@ -26,20 +31,29 @@ struct alignas(64) TensorMap { char opaque[128]; };
 constexpr int kSlots = 6;
 constexpr uint32_t kBoxBytes = 64 * 64 * 2;       // 64 rows of 64 numbers, each row 128 bytes, swizzled
 constexpr uint32_t kTileBytes = 2 * kBoxBytes;    // 128 rows
-constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 columns of C
+constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 columns of C or E
 constexpr int kAhead = 4;                         // items that are known before they are done; even, for two groups
 constexpr int kShared = 1, kIdle = 2;             // flags of an item: B is the other block's too; there is nothing to do
 constexpr int kEnd = 4, kPastEnd = 8;             // the list is at its end; one more item, for whoever looks at every other
 constexpr int kProductShift = 8;                  // what is left of an item's flags is the number of its product
-constexpr int kMostMaps = 12, kMostProducts = 48;
+constexpr int kMostMaps = 12, kMostProducts = 39;
 static_assert(kAhead % 2 == 0, "a group has to find its items in the same slots again");
 
+struct Terms {
+  float alpha, beta, delta, gamma;
+};
 struct Product {
-  unsigned char a, b, c, d;  // numbers of their maps
-  unsigned char mirrored, add, awaited, unused;
-  int rows, cols, steps;     // of D; and of the inner dimension, 64 numbers each
-  int after;                 // tiles of this matrix that have to be written before
-  float alpha, beta, gamma;
+  unsigned char a, b, c, e, d, second;             // numbers of their maps
+  unsigned char mirrored, added, awaited, twice;   // the second: how many of C and E there are
+  unsigned char half_a, half_b, half_d, unused;    // symmetric stacks of which only the lower triangle is there
+  int rows, cols, steps;                           // of D; and of the inner dimension, 64 numbers each
+  int after;                                       // tiles of this matrix that have to be written before
+  Terms terms[2];                                  // of the first result, and of the second
+  __device__ __forceinline__ int slots() const { return steps + added; }
+  // The step of the inner dimension from which boxes of A and B are turned. Of a triangle, what is right of the diagonal
+  // is taken from below it, turned; a box on the diagonal is the same either way.
+  __device__ __forceinline__ int a_turns(int row) const { return half_a ? row / 64 + 1 : steps; }
+  __device__ __forceinline__ int b_turns(int col) const { return half_b ? col / 64 + 1 : mirrored ? steps : 0; }
 };
 struct Program {
   TensorMap maps[kMostMaps];
@@ -150,8 +164,8 @@ __device__ __forceinline__ void wait_for_count(const int* counter, int enough) {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The tensor cores' view of an operand: rows of 128 bytes, swizzled, groups of eight rows 1024 bytes apart. Of a B whose
-// rows run along the inner dimension, 64 columns are in one box, and the next 64 in the box behind it.
+// The tensor cores' view of an operand: rows of 128 bytes, swizzled, groups of eight rows 1024 bytes apart. Of a B that is
+// turned, 64 columns are in one box, and the next 64 in the box behind it.
 __device__ __forceinline__ uint64_t operand(uint32_t address) {
   return (uint64_t)((address & 0x3FFFF) >> 4) | ((uint64_t)(kBoxBytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -169,8 +183,9 @@ __device__ __forceinline__ void settle(float (&t)[64]) {
 #define NAMES_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-// 64x128 sums, 16 numbers of k; `keep` adds to what is there. B^T is in shared memory, or B itself.
-template <bool TURNED> __device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
+// 64x128 sums, 16 numbers of k; `keep` adds to what is there. Rows of an operand run along k, or (turned) across it.
+template <bool A_TURNED, bool B_TURNED>
+__device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -178,21 +193,22 @@ template <bool TURNED> __device__ __forceinline__ void multiply(float (&t)[64], 
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " "
       "{" NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, %67;\n"
+      "%64, %65, p, 1, 1, %67, %68;\n"
       "}\n"
       : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48)
-      : "l"(a), "l"(b), "r"((int)keep), "n"(TURNED ? 1 : 0));
+      : "l"(a), "l"(b), "r"((int)keep), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));
 }
 // The left half of them alone.
+template <bool A_TURNED, bool B_TURNED>
 __device__ __forceinline__ void multiply_left(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" NAMES_32 "}, %32, %33, p, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" NAMES_32 "}, %32, %33, p, 1, 1, %35, %36;\n"
       "}\n"
       : SUMS_16(0), SUMS_16(16)
-      : "l"(a), "l"(b), "r"((int)keep));
+      : "l"(a), "l"(b), "r"((int)keep), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));
 }
 
 __device__ __forceinline__ uint32_t rounded(float low, float high) {
@@ -331,7 +347,7 @@ struct Agenda {
       const Product& product = program.products[first.z >> kProductShift];
       first.w = second.w = position;
       mail.send_both(number, first, second);
-      position = (position + product.steps + product.add) % (2 * kSlots);
+      position = (position + product.slots()) % (2 * kSlots);
       take(number + 1);
     } else {
       mail.send_both(number, {0, 0, kEnd, 0}, {0, 0, kEnd, 0});
@@ -367,42 +383,51 @@ __device__ __forceinline__ void wait_for_scout(uint32_t progress, int number) {
 
 // ---- the warp that loads
 
+// Column and row of a box of an operand, whose rows are `across` and whose 64 numbers of k are `along`; or turned.
+__device__ __forceinline__ int2 corner(bool turned, int along, int across) {
+  return turned ? make_int2(across, along) : make_int2(along, across);
+}
+
 __device__ __forceinline__ void load_tile(
     Ring& ring, const Program& program, const Product& product, Item item, uint32_t rank) {
   const TensorMap &a = program.maps[product.a], &b = program.maps[product.b];
-  const bool turned = !product.mirrored;
-  const int steps = product.steps, across = item.col + (item.shared() ? 64 * rank : 0);
-  int col = turned ? across : 0, row = turned ? 0 : across;
+  const int steps = product.steps, a_turns = product.a_turns(item.row), b_turns = product.b_turns(item.col);
+  const int mine = item.col + (item.shared() ? 64 * rank : 0);
   for (int step = 0; step < steps; ++step, ring.next()) {
     ring.wait_empty();
     if (leads()) {
       const uint32_t barrier = ring.full_here(), to = ring.here(), to_b = to + kTileBytes;
+      const bool a_turned = step >= a_turns, b_turned = step >= b_turns;
+      const int2 top = corner(a_turned, 64 * step, item.row), bottom = corner(a_turned, 64 * step, item.row + 64);
+      const int2 left = corner(b_turned, 64 * step, mine), right = corner(b_turned, 64 * step, mine + 64);
       barrier_expect(barrier, kSlotBytes);
-      load(to, a, barrier, 64 * step, item.row, item.matrix);
-      load(to + kBoxBytes, a, barrier, 64 * step, item.row + 64, item.matrix);
+      load(to, a, barrier, top.x, top.y, item.matrix);
+      load(to + kBoxBytes, a, barrier, bottom.x, bottom.y, item.matrix);
       if (item.shared()) {
-        load_for_both(to_b + rank * kBoxBytes, b, barrier, col, row, item.matrix);
+        load_for_both(to_b + rank * kBoxBytes, b, barrier, left.x, left.y, item.matrix);
       } else {
-        load(to_b, b, barrier, col, row, item.matrix);
-        load(to_b + kBoxBytes, b, barrier, turned ? col + 64 : col, turned ? row : row + 64, item.matrix);
+        load(to_b, b, barrier, left.x, left.y, item.matrix);
+        load(to_b + kBoxBytes, b, barrier, right.x, right.y, item.matrix);
       }
     }
-    col += turned ? 0 : 64;
-    row += turned ? 64 : 0;
   }
 }
 
-__device__ __forceinline__ void load_added(Ring& ring, const TensorMap& c, Item item) {
-  ring.wait_empty();
-  if (leads()) {
-    barrier_expect(ring.full_here(), kSlotBytes);
+// C alone takes a slot. With E, the upper halves of both take one, and the lower halves the next.
+__device__ __forceinline__ void load_added(Ring& ring, const Program& program, const Product& product, Item item) {
+  for (int slot = 0; slot < product.added; ++slot, ring.next()) {
+    ring.wait_empty();
+    if (leads()) {
+      barrier_expect(ring.full_here(), kSlotBytes);
 #pragma unroll
-    for (int box = 0; box < 4; ++box) {
-      const int col = item.col + 64 * (box / 2), row = item.row + 64 * (box % 2);
-      load(ring.here() + box * kBoxBytes, c, ring.full_here(), col, row, item.matrix);
+      for (int box = 0; box < 4; ++box) {
+        const bool both = product.added > 1;
+        const TensorMap& from = program.maps[both && box >= 2 ? product.e : product.c];
+        const int col = item.col + 64 * (box % 2), row = item.row + 64 * (both ? slot : box / 2);
+        load(ring.here() + box * kBoxBytes, from, ring.full_here(), col, row, item.matrix);
+      }
     }
   }
-  ring.next();
 }
 
 __device__ __forceinline__ void load_nothing(Ring& ring, int slots) {
@@ -419,12 +444,12 @@ __device__ __forceinline__ void load_items(
     if (item.ends()) break;
     const Product& product = program.products[item.product()];
     if (item.idle()) {
-      load_nothing(ring, product.steps + product.add);
+      load_nothing(ring, product.slots());
       continue;
     }
     if (scouted) wait_for_scout(progress, number);
     load_tile(ring, program, product, item, mail.rank);
-    if (product.add) load_added(ring, program.maps[product.c], item);
+    load_added(ring, program, product, item);
   }
 }
 
@@ -438,6 +463,11 @@ struct Staging {
   __device__ __forceinline__ void wait_staged() const { threads_sync(5 + number, 160); }
   __device__ __forceinline__ void give_staged() const { threads_arrive(5 + number, 160); }
 };
+// Boxes are stored two at a time: side by side, or one with its mirror image. On the diagonal, and where a mirror image is
+// wanted, they go one by one.
+__device__ __forceinline__ bool side_by_side(Item item, const Product& product) {
+  return !product.mirrored || (product.half_d && item.row != item.col);
+}
 // Where the box number 0...3 of a tile begins, and whether it is computed: what is above the diagonal is not.
 struct Box {
   int row, col;
@@ -447,32 +477,37 @@ struct Box {
         there(row < product.rows && (product.mirrored ? col <= row : col < product.cols)) {}
 };
 
-__device__ __forceinline__ void store_items(Staging staging, Mail mail, const Program& program, int* written) {
+__device__ __forceinline__ void store_tile(Staging staging, const TensorMap& d, Item item, const Product& product) {
   const uint32_t left = staging.boxes, right = staging.boxes + kBoxBytes;
+  const bool two = side_by_side(item, product);
+  for (int part = 0; part < 4; part += two ? 2 : 1) {
+    const Box box(part, item, product), next(part + 1, item, product);
+    if (!box.there) continue;
+    staging.wait_staged();
+    if (leads()) {
+      store(d, left, box.col, box.row, item.matrix);
+      if (two) {
+        if (next.there) store(d, right, next.col, next.row, item.matrix);
+      } else if (!product.half_d && box.row != box.col) {
+        store(d, right, box.row, box.col, item.matrix);
+      }
+      stores_commit();
+      stores_read();
+    }
+    __syncwarp();
+    staging.give_free();
+  }
+}
+
+__device__ __forceinline__ void store_items(Staging staging, Mail mail, const Program& program, int* written) {
   staging.give_free();
   for (int number = staging.number;; number += 2) {
     const Item item = mail.read(number);
     if (item.ends()) break;
     if (item.idle()) continue;
     const Product& product = program.products[item.product()];
-    const TensorMap& d = program.maps[product.d];
-    for (int part = 0; part < 4; part += product.mirrored ? 1 : 2) {
-      const Box box(part, item, product), next(part + 1, item, product);
-      if (!box.there) continue;
-      staging.wait_staged();
-      if (leads()) {
-        store(d, left, box.col, box.row, item.matrix);
-        if (product.mirrored) {
-          if (box.row != box.col) store(d, right, box.row, box.col, item.matrix);
-        } else if (next.there) {
-          store(d, right, next.col, next.row, item.matrix);
-        }
-        stores_commit();
-        stores_read();
-      }
-      __syncwarp();
-      staging.give_free();
-    }
+    store_tile(staging, program.maps[product.d], item, product);
+    if (product.twice) store_tile(staging, program.maps[product.second], item, product);
     if (product.awaited && leads()) {
       stores_done();
       count_up(written + item.matrix);
@@ -483,14 +518,13 @@ __device__ __forceinline__ void store_items(Staging staging, Mail mail, const Pr
 
 // ---- a group of 128 threads that multiplies
 
-// Of a tile on the diagonal, what is above it is not computed: of its upper half only the left one.
-enum class Kind { whole, mirrored, diagonal };
+// A tile's results, rounded: 16 pairs for each of four boxes.
+typedef uint32_t Rounded[64];
 
 struct Group {
   Ring ring;
   Staging staging;
   int number, thread;  // of the group; in the group
-  uint32_t out[64];    // rounded results: 16 pairs for each of four boxes
 
   __device__ __forceinline__ void sync() const { threads_sync(1 + number, 128); }
   // A slot is empty when the groups of both blocks say so: either block may be the one that fills it.
@@ -498,7 +532,7 @@ struct Group {
     if (thread < 2) barrier_arrive_at(ring.empty + 8 * slot, thread);
   }
   // The groups take turns, so that no one waits for a slot before everybody has waited for its use before: barriers know
-  // odd from even, not how often. So the turn goes on when all slots of a tile are known to be full, C's included.
+  // odd from even, not how often. So the turn goes on when all slots of a tile are known to be full, C's and E's too.
   __device__ __forceinline__ void take_turn() const { threads_sync(3 + number, 256); }
   __device__ __forceinline__ void give_turn() const { threads_arrive(4 - number, 256); }
 
@@ -511,83 +545,112 @@ struct Group {
     }
   }
 
-  template <Kind KIND, bool FIRST> __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) {
-    constexpr bool kTurned = KIND == Kind::whole;
-    constexpr int kStep = kTurned ? 16 * 128 >> 4 : 16 * 2 >> 4;  // 16 rows, or 16 numbers of a row
+  // Of a tile on the diagonal, what is above it is not computed: of its upper half only the left one.
+  template <bool DIAGONAL, bool A_TURNED, bool B_TURNED, bool FIRST = false>
+  __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) const {
+    constexpr int kAcross = 16 * 128 >> 4, kAlong = 16 * 2 >> 4;  // 16 rows, or 16 numbers of a row
+    constexpr int kStepA = A_TURNED ? kAcross : kAlong, kStepB = B_TURNED ? kAcross : kAlong;
     ring.wait_full();
     const uint64_t a = operand(ring.here()), b = operand(ring.here() + kTileBytes);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const bool keep = !(FIRST && part == 0);
-      if constexpr (KIND == Kind::diagonal) {
-        multiply_left(top, a + 2 * part, b + kStep * part, keep);
+      if constexpr (DIAGONAL) {
+        multiply_left<A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
       } else {
-        multiply<kTurned>(top, a + 2 * part, b + kStep * part, keep);
+        multiply<A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
       }
-      multiply<kTurned>(bottom, a + (kBoxBytes >> 4) + 2 * part, b + kStep * part, keep);
+      multiply<A_TURNED, B_TURNED>(bottom, a + (kBoxBytes >> 4) + kStepA * part, b + kStepB * part, keep);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // All products of a tile are under way afterwards; gives the slot that the last ones still read.
-  template <Kind KIND> __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], int steps) {
-    start<KIND, true>(top, bottom);
-    int previous = ring.slot;
-    ring.next();
+  // Goes on to some step; `previous` is the slot that the products before still read.
+  template <bool DIAGONAL, bool A_TURNED, bool B_TURNED>
+  __device__ __forceinline__ void go_on(float (&top)[64], float (&bottom)[64], int& step, int end, int& previous) {
 #pragma unroll 1
-    for (int step = 1; step < steps; ++step) {
-      start<KIND, false>(top, bottom);
+    for (; step < end; ++step) {
+      start<DIAGONAL, A_TURNED, B_TURNED>(top, bottom);
       products_wait<1>();
       release(previous);
       previous = ring.slot;
       ring.next();
     }
+  }
+
+  // All products of a tile are under way afterwards; gives the slot that the last ones still read. On the diagonal, a
+  // triangle A has a triangle B beside it, so that A never turns before B; and nothing is turned from the first step on.
+  template <bool DIAGONAL>
+  __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], Item item, const Product& product) {
+    const int a_turns = product.a_turns(item.row), b_turns = product.b_turns(item.col), steps = product.steps;
+    if (DIAGONAL || b_turns > 0) {
+      start<DIAGONAL, false, false, true>(top, bottom);
+    } else {
+      start<DIAGONAL, false, true, true>(top, bottom);
+    }
+    int step = 1, previous = ring.slot;
+    ring.next();
+    go_on<DIAGONAL, false, false>(top, bottom, step, min(a_turns, b_turns), previous);
+    if (!DIAGONAL && a_turns < b_turns) {
+      go_on<DIAGONAL, true, false>(top, bottom, step, b_turns, previous);
+    } else {
+      go_on<DIAGONAL, false, true>(top, bottom, step, a_turns, previous);
+    }
+    go_on<DIAGONAL, true, true>(top, bottom, step, steps, previous);
     return previous;
   }
 
-  // A box of 64x64 sums: scaled, added to, and rounded once.
-  template <int BOX> __device__ __forceinline__ void round(float (&t)[64], Item item, const Product& product) {
+  // A box of 64x64 sums: scaled, added to, and rounded once, for each result.
+  template <int BOX, int RESULTS, int ADDED>
+  __device__ __forceinline__ void round(
+      float (&t)[64], Rounded (&out)[RESULTS], const Terms (&terms)[RESULTS], const uint32_t (&slots)[2],
+      Item item) const {
     constexpr int kHalf = BOX / 2, kSide = BOX % 2;
     const bool diagonal = item.row + 64 * kHalf == item.col + 64 * kSide;
-    const uint32_t box = ring.here() + kSide * kTileBytes + kHalf * kBoxBytes;  // of C
-    const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
-    const float alpha = product.alpha, beta = product.beta;
-    const float low_one = (lane >> 2) == 2 * (lane & 3) ? product.gamma : 0.0f;
-    const float high_one = (lane >> 2) == 2 * (lane & 3) + 1 ? product.gamma : 0.0f;
+    const uint32_t c_box = ADDED > 1 ? slots[kHalf] + kSide * kBoxBytes : slots[0] + BOX * kBoxBytes;
+    const uint32_t e_box = c_box + 2 * kBoxBytes;
+    const int lane = thread & 31, warp = thread >> 5;
+    const bool low_one = (lane >> 2) == 2 * (lane & 3), high_one = (lane >> 2) == 2 * (lane & 3) + 1;
+    uint32_t c[16], e[16];  // asked for all at once: each one may have to wait for the tensor cores
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-      const bool here = diagonal && j == 2 * warp;  // this warp's rows meet the diagonal in these columns
-      uint32_t added[4];
-      if (product.add) get_blocks(box + place(16 * warp + 8 * (block & 1) + (lane & 7), j + (block >> 1)), added);
+      if constexpr (ADDED > 0) get_blocks(c_box + direct_place(j), c + 2 * j);
+      if constexpr (ADDED > 1) get_blocks(e_box + direct_place(j), e + 2 * j);
+    }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int sum = 32 * kSide + 4 * j + 2 * i;
-        const bool one = (i == 0 || i == 3) && here;
-        float low = __fmaf_rn(alpha, t[sum], one ? low_one : 0.0f);
-        float high = __fmaf_rn(alpha, t[sum + 1], one ? high_one : 0.0f);
-        if (product.add) {
-          float c_low, c_high;
-          widened(added[i], c_low, c_high);
-          low = __fmaf_rn(beta, c_low, low);
-          high = __fmaf_rn(beta, c_high, high);
-        }
-        out[16 * BOX + 2 * j + i] = rounded(low, high);
+    for (int pair = 0; pair < 16; ++pair) {
+      const int sum = 32 * kSide + 2 * pair;
+      const bool one = (pair % 4 == 0 || pair % 4 == 3) && diagonal && pair / 4 == warp;  // the diagonal is here
+#pragma unroll
+      for (int k = 0; k < RESULTS; ++k) {
+        float low = __fmaf_rn(terms[k].alpha, t[sum], one && low_one ? terms[k].gamma : 0.0f);
+        float high = __fmaf_rn(terms[k].alpha, t[sum + 1], one && high_one ? terms[k].gamma : 0.0f);
+        if constexpr (ADDED > 0) add(terms[k].beta, c[pair], low, high);
+        if constexpr (ADDED > 1) add(terms[k].delta, e[pair], low, high);
+        out[k][16 * BOX + pair] = rounded(low, high);
       }
     }
   }
+  __device__ __forceinline__ static void add(float factor, uint32_t pair, float& low, float& high) {
+    float of_low, of_high;
+    widened(pair, of_low, of_high);
+    low = __fmaf_rn(factor, of_low, low);
+    high = __fmaf_rn(factor, of_high, high);
+  }
 
   // Eighths of a box: 8x8 blocks of rows (this warp's two) and of columns (two at a time).
-  template <int BOX> __device__ __forceinline__ void put(uint32_t to) {
+  template <int BOX> __device__ __forceinline__ void put(const Rounded& out, uint32_t to) const {
 #pragma unroll
     for (int j = 0; j < 8; j += 2) put_blocks(to + direct_place(j), out + 16 * BOX + 2 * j);
   }
-  template <int BOX> __device__ __forceinline__ void put_mirrored(uint32_t to) {
+  template <int BOX> __device__ __forceinline__ void put_mirrored(const Rounded& out, uint32_t to) const {
 #pragma unroll
     for (int j = 0; j < 8; j += 2) put_blocks_transposed(to + mirror_place(j), out + 16 * BOX + 2 * j);
   }
   // On the diagonal, blocks below it go to both places of one box; everything else where it does no harm.
-  template <int BOX> __device__ __forceinline__ void put_diagonal(uint32_t box, uint32_t aside) {
+  template <int BOX>
+  __device__ __forceinline__ void put_diagonal(const Rounded& out, uint32_t box, uint32_t aside) const {
     const int block = (thread & 31) >> 3, row = 2 * (thread >> 5) + (block & 1);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
@@ -611,44 +674,73 @@ struct Group {
     staging.give_staged();
   }
 
-  // Written where it belongs and mirrored. Every element has one writer.
-  template <int BOX> __device__ __forceinline__ void write_mirrored(Item item, const Product& product) {
+  // Written where it belongs, and mirrored where that is wanted. Every element has one writer.
+  template <int BOX>
+  __device__ __forceinline__ void write_one(const Rounded& out, Item item, const Product& product) const {
     const Box box(BOX, item, product);
     if (!box.there) return;
     const uint32_t direct = staging.boxes, mirror = staging.boxes + kBoxBytes;
     staging.wait_free();
     if (box.row == box.col) {
-      put_diagonal<BOX>(direct, mirror);
+      put_diagonal<BOX>(out, direct, mirror);
     } else {
-      put<BOX>(direct);
-      put_mirrored<BOX>(mirror);
+      put<BOX>(out, direct);
+      if (!product.half_d) put_mirrored<BOX>(out, mirror);
     }
     stage();
   }
-  // Two boxes side by side, where nothing is mirrored.
-  template <int BOX> __device__ __forceinline__ void write_whole(Item item, const Product& product) {
+  // Two boxes side by side.
+  template <int BOX>
+  __device__ __forceinline__ void write_two(const Rounded& out, Item item, const Product& product) const {
     if (!Box(BOX, item, product).there) return;
     staging.wait_free();
-    put<BOX>(staging.boxes);
-    put<BOX + 1>(staging.boxes + kBoxBytes);
+    put<BOX>(out, staging.boxes);
+    put<BOX + 1>(out, staging.boxes + kBoxBytes);
     stage();
   }
 
-  __device__ __forceinline__ void write(Item item, const Product& product) {
-    if (product.mirrored) {
-      write_mirrored<0>(item, product);
-      write_mirrored<1>(item, product);
-      write_mirrored<2>(item, product);
-      write_mirrored<3>(item, product);
+  __device__ __forceinline__ void write(const Rounded& out, Item item, const Product& product) const {
+    if (side_by_side(item, product)) {
+      write_two<0>(out, item, product);
+      write_two<2>(out, item, product);
     } else {
-      write_whole<0>(item, product);
-      write_whole<2>(item, product);
+      write_one<0>(out, item, product);
+      write_one<1>(out, item, product);
+      write_one<2>(out, item, product);
+      write_one<3>(out, item, product);
     }
+  }
+
+  // C and E are in the slots behind those of a tile.
+  __device__ __forceinline__ void wait_added(int count) const {
+    Ring added = ring;
+    for (int i = 0; i < count; ++i, added.next()) added.wait_full();
+  }
+  __device__ __forceinline__ void release_read(int slot) const {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // it has been read, and may be overwritten
+    sync();
+    release(slot);
+  }
+
+  template <int RESULTS, int ADDED>
+  __device__ __forceinline__ void round_tile(
+      float (&top)[64], float (&bottom)[64], Rounded (&out)[RESULTS], Item item, const Product& product) const {
+    Terms terms[RESULTS];
+#pragma unroll
+    for (int k = 0; k < RESULTS; ++k) terms[k] = product.terms[k];
+    Ring behind = ring;
+    behind.next();
+    const uint32_t slots[2] = {ring.here(), behind.here()};
+    round<0, RESULTS, ADDED>(top, out, terms, slots, item);
+    round<1, RESULTS, ADDED>(top, out, terms, slots, item);  // above the diagonal this is nothing, and goes nowhere
+    if constexpr (ADDED > 1) release_read(ring.slot);
+    round<2, RESULTS, ADDED>(bottom, out, terms, slots, item);
+    round<3, RESULTS, ADDED>(bottom, out, terms, slots, item);
+    if constexpr (ADDED > 0) release_read(ADDED > 1 ? behind.slot : ring.slot);
   }
 };
 
 __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Program& program) {
-  float top[64], bottom[64];
   for (int number = group.number;; number += 2) {
     const Item item = mail.read(number);
     if (number > 0 && !item.past_end()) group.take_turn();
@@ -656,30 +748,36 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
     const Product& product = program.products[item.product()];
     group.ring.go_to(item.position);
     if (item.idle()) {
-      group.pass(product.steps + product.add);
+      group.pass(product.slots());
       group.give_turn();
       continue;
     }
     const bool diagonal = product.mirrored && item.row == item.col;
-    const int unreleased = !product.mirrored ? group.accumulate<Kind::whole>(top, bottom, product.steps)
-                           : diagonal        ? group.accumulate<Kind::diagonal>(top, bottom, product.steps)
-                                             : group.accumulate<Kind::mirrored>(top, bottom, product.steps);
-    if (product.add) group.ring.wait_full();  // before the turn goes on: the other group will come round to this slot
+    float top[64], bottom[64];
+    const int unreleased = diagonal ? group.accumulate<true>(top, bottom, item, product)
+                                    : group.accumulate<false>(top, bottom, item, product);
+    group.wait_added(product.added);  // before the turn goes on: the other group will come round to these slots
     group.give_turn();
     products_wait<0>();
     settle(top);
     settle(bottom);
     group.release(unreleased);
-    group.round<0>(top, item, product);
-    if (!diagonal) group.round<1>(top, item, product);
-    group.round<2>(bottom, item, product);
-    group.round<3>(bottom, item, product);
-    if (product.add) {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // C has been read, and may be overwritten
-      group.sync();
-      group.release(group.ring.slot);
+    if (product.twice) {
+      Rounded out[2];
+      group.round_tile<2, 2>(top, bottom, out, item, product);
+      group.write(out[0], item, product);
+      group.write(out[1], item, product);
+    } else {
+      Rounded out[1];
+      if (product.added == 0) {
+        group.round_tile<1, 0>(top, bottom, out, item, product);
+      } else if (product.added == 1) {
+        group.round_tile<1, 1>(top, bottom, out, item, product);
+      } else {
+        group.round_tile<1, 2>(top, bottom, out, item, product);
+      }
+      group.write(out[0], item, product);
     }
-    group.write(item, product);
   }
   group.staging.wait_free();  // all is read
 }

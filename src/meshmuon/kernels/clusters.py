@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.errors import message, warn_user
-from meshmuon.kernels.agenda import TILE, Product, Result, list_pairs, tiles_before
+from meshmuon.kernels.agenda import TILE, Product, Result, Second, list_pairs, tiles_before
 from meshmuon.kernels.availability import is_interpreted, launching_on
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_source, describe_stack
@@ -31,7 +31,7 @@ STEP = 64  # numbers of the inner dimension at a time
 _THREADS = 384
 # The ring and its barriers, staging memory, what is sent to all warps and its barriers, progress.
 _SHARED_BYTES = 6 * (2 * TILE * STEP * 2 + 2 * 8) + 4 * STEP * STEP * 2 + 4 * (16 + 2 * 8) + 8
-MOST_STACKS, MOST_PRODUCTS = 12, 48  # as in clusters.cu
+MOST_STACKS, MOST_PRODUCTS = 12, 39  # as in clusters.cu: all arguments take 4 KB, the most that older drivers pass
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -134,13 +134,21 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+class _Terms(ctypes.Structure):
+    """The factors of one result of a product."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "beta", "delta", "gamma"))
+
+
 class _Described(ctypes.Structure):
     """A product as clusters.cu knows it."""
 
     _fields_ = (
-        *((name, ctypes.c_ubyte) for name in ("a", "b", "c", "d", "mirrored", "add", "awaited", "unused")),
+        *((name, ctypes.c_ubyte) for name in ("a", "b", "c", "e", "d", "second")),
+        *((name, ctypes.c_ubyte) for name in ("mirrored", "added", "awaited", "twice")),
+        *((name, ctypes.c_ubyte) for name in ("half_a", "half_b", "half_d", "unused")),
         *((name, ctypes.c_int) for name in ("rows", "cols", "steps", "after")),
-        *((name, ctypes.c_float) for name in ("alpha", "beta", "gamma")),
+        ("terms", _Terms * 2),
     )
 
 
@@ -206,8 +214,7 @@ class ClusterLaunch:
             beta: Factor of c.
             gamma: What is added to the diagonal.
         """
-        first = self._program.products[0]
-        first.alpha, first.beta, first.gamma = alpha, beta, gamma
+        self._program.products[0].terms[0] = _Terms(alpha, beta, 0.0, gamma)
         self()
 
 
@@ -224,9 +231,16 @@ def counters(stack: Tensor) -> Tensor:
 
 
 def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool) -> _Described:
+    assert product.e is None or product.c is not None, "E is added beside C"
+    assert product.second is None or (product.mirrored and product.e is not None), "a second result has all terms"
+    assert product.half_b or not (product.mirrored and product.half_a), "a triangle is multiplied with triangles"
+    assert product.mirrored or not product.half_d, "what is not symmetric has no half"
     _, rows, cols = stacks[product.d].shape
     steps = -(-stacks[product.a].shape[2] // STEP)
-    adds = product.c is not None
-    names = (product.a, product.b, product.c if adds else product.d, product.d)
-    flags = (product.mirrored, adds, not last, 0)
-    return _Described(*names, *flags, rows, cols, steps, after, product.alpha, product.beta, product.gamma)
+    c, e = (product.d if stack is None else stack for stack in (product.c, product.e))  # d: not touched
+    second = Second(product.d, 0.0, 0.0, 0.0, 0.0) if product.second is None else product.second
+    names = (product.a, product.b, c, e, product.d, second.d)
+    flags = (product.mirrored, len(product.added), not last, product.second is not None)
+    halves = (product.half_a, product.half_b, product.half_d, 0)
+    terms = (_Terms(product.alpha, product.beta, product.delta, product.gamma), _Terms(*second[1:]))
+    return _Described(*names, *flags, *halves, rows, cols, steps, after, (_Terms * 2)(*terms))

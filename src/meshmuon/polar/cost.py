@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import split_at
+from meshmuon.polar.pairs import find_pair
 
 # Sides are zero-padded to multiples of this: it makes CPU products independent of batch, alignment and thread count
 # ([Note: canonical entry] in orthogonalize.py), and is what tensor cores want.
@@ -41,7 +42,15 @@ def standard_flops(m: int, n: int, *, steps: int, symmetric: bool = False) -> fl
 
 
 def gram_flops(
-    m: int, n: int, *, schedule: Schedule, restarts: Sequence[int], symmetric: bool = False, folded: bool = False
+    m: int,
+    n: int,
+    *,
+    schedule: Schedule,
+    restarts: Sequence[int],
+    symmetric: bool = False,
+    folded: bool = False,
+    whole: bool = False,
+    paired: bool = False,
 ) -> float:
     """Count the floating-point operations of the Gram form.
 
@@ -52,15 +61,19 @@ def gram_flops(
         restarts: Where the Gram matrix is formed anew.
         symmetric: Whether products with a symmetric result compute one triangle only.
         folded: Whether the one restart is done on the Gram matrix.
+        whole: Whether the last product of polynomials is not by one triangle.
+        paired: Whether two steps are done at once where that is known.
 
     Returns:
         FLOPs.
     """
     triangle = 1.0 if symmetric else 2.0
-    segments = split_at(schedule, restarts)
-    small = sum(4 * len(segment) - 3 for segment in segments) * triangle
+    *before, last = segments = split_at(schedule, restarts)
+    pairs = [*map(find_pair, before), find_pair(last, whole=(whole or folded) and len(last) > 2)] if paired else []
+    small = (sum(4 * len(segment) - 3 for segment in segments) - sum(map(bool, pairs))) * triangle
     if folded:
-        return (triangle + 2.0) * m * m * n + (small + folded_extra(len(segments[-1]), triangle)) * m**3
+        return (triangle + 2.0) * m * m * n + (small + folded_extra(len(last), triangle)) * m**3
+    small += 2.0 - triangle if whole and len(last) > 2 else 0.0
     return len(segments) * (triangle + 2.0) * m * m * n + small * m**3
 
 

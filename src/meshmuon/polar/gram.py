@@ -38,6 +38,7 @@ from torch import Tensor
 
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.operations import Given, Operations, taken
+from meshmuon.polar.pairs import PairOperations, find_pair, two_steps
 
 _MAX_AMPLIFIED_ROUNDING = 0.25
 _MAX_WHERE_MIRRORED = 0.1
@@ -45,7 +46,14 @@ _LARGE_IN_FP32 = 1024
 
 
 def gram_newton_schulz(
-    x: Given, *, schedule: Schedule, restarts: Sequence[int], operations: Operations, out: Tensor | None = None
+    x: Given,
+    *,
+    schedule: Schedule,
+    restarts: Sequence[int],
+    operations: Operations,
+    out: Tensor | None = None,
+    pairs: PairOperations | None = None,
+    whole: bool = False,
 ) -> Tensor:
     """Apply the composed polynomial to the singular values of each matrix, through its Gram matrix.
 
@@ -55,6 +63,8 @@ def gram_newton_schulz(
         restarts: The steps (counted from 0) before which the Gram matrix is formed anew.
         operations: How to multiply.
         out: Where the result goes; None: to a new tensor.
+        pairs: How to do two steps at once, where that is known; None: step by step.
+        whole: Whether the last product of three or more polynomials is not to be one triangle mirrored.
 
     Returns:
         The (batch, m, n) result.
@@ -62,12 +72,19 @@ def gram_newton_schulz(
     *segments, last = split_at(schedule, restarts)
     x = taken(x)
     for segment in segments:
-        x = operations.apply(factor([operations.gram(x)], segment, operations), x)
-    return operations.apply(factor([operations.gram(x)], last, operations), x, out)
+        x = operations.apply(factor([operations.gram(x)], segment, operations, pairs=pairs), x)
+    whole = whole and len(last) > 2
+    return operations.apply(factor([operations.gram(x)], last, operations, whole=whole, pairs=pairs), x, out)
 
 
 def folded_gram_newton_schulz(
-    x: Given, *, schedule: Schedule, restarts: Sequence[int], operations: Operations, out: Tensor | None = None
+    x: Given,
+    *,
+    schedule: Schedule,
+    restarts: Sequence[int],
+    operations: Operations,
+    out: Tensor | None = None,
+    pairs: PairOperations | None = None,
 ) -> Tensor:
     """Do the same with one restart, which never touches x. See [Note: folded restarts].
 
@@ -77,6 +94,7 @@ def folded_gram_newton_schulz(
         restarts: The one step before which the Gram matrix is formed anew.
         operations: How to multiply.
         out: Where the result goes; None: to a new tensor.
+        pairs: How to do two steps at once, where that is known; None: step by step.
 
     Returns:
         The (batch, m, n) result.
@@ -84,16 +102,18 @@ def folded_gram_newton_schulz(
     first, second = split_at(schedule, restarts)
     x = taken(x)
     halves = operations.gram_in_halves(x)
-    before = factor(halves[0], first, operations)
+    before = factor(halves[0], first, operations, pairs=pairs)
     r = [operations.congruence(before, halves)]
     del halves
-    after = factor(r, second, operations, whole=True)
+    after = factor(r, second, operations, whole=True, pairs=pairs)
     both = operations.apply(after, before)
     del before, after
     return operations.apply(both, x, out)
 
 
-def factor(r: Given, segment: Schedule, operations: Operations, *, whole: bool = False) -> Tensor:
+def factor(
+    r: Given, segment: Schedule, operations: Operations, *, whole: bool = False, pairs: PairOperations | None = None
+) -> Tensor:
     """Find the product q of a segment's polynomials, so that the segment maps x to q·x.
 
     Args:
@@ -101,12 +121,16 @@ def factor(r: Given, segment: Schedule, operations: Operations, *, whole: bool =
         segment: One triple per step.
         operations: How to multiply.
         whole: Whether the last product is not to be one triangle mirrored.
+        pairs: How to do the last two steps at once, where that is known; None: step by step.
 
     Returns:
         The (batch, m, m) factors. Up to four such stacks are held at a time, r included.
     """
+    pair = None if pairs is None else find_pair(segment, whole=whole)
+    alone = segment if pair is None else segment[:-2]
+    last_product = operations.apply if whole else operations.symmetric_product
     r, q = taken(r), None
-    for step, triple in enumerate(segment, start=1):
+    for step, triple in enumerate(alone, start=1):
         z = operations.quadratic(r, triple)
         last = step == len(segment)
         if last:
@@ -114,10 +138,14 @@ def factor(r: Given, segment: Schedule, operations: Operations, *, whole: bool =
         if q is None:
             q = z
         else:
-            q = operations.apply(z, q) if whole and last else operations.symmetric_product(z, q)
+            q = last_product(z, q) if last else operations.symmetric_product(z, q)
         if not last:
             r = operations.symmetric_product(z, r)  # in two lines: the one before is let go of in between
             r = operations.symmetric_product(r, z)
+    if pair is not None and pairs is not None:
+        r = [r]
+        z = two_steps(r, pair, pairs)
+        q = z if q is None else last_product(z, q)
     assert q is not None, "a segment has at least one step"
     return q
 

@@ -223,7 +223,7 @@ def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
     operations = _OPERATIONS[products, recipe.invariant]
     if recipe.form == "gram":
-        iterate = folded_gram_newton_schulz if recipe.folded else gram_newton_schulz
+        iterate = folded_gram_newton_schulz if recipe.folded else partial(gram_newton_schulz, whole=recipe.whole)
         return iterate(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out)
     return newton_schulz(start, schedule=recipe.schedule, operations=operations, out=out)
 

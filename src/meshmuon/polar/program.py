@@ -1,21 +1,23 @@
 """The same iterations, written down as a program of products that a Hopper GPU runs in one launch (clusters.cu).
 
-The forms are written over six operations (operations.py). Here those six compute nothing: they note which product reads
-and writes what. So a program is what `newton_schulz` or `gram_newton_schulz` does, line by line, with memory for
-intermediate results that is used again as soon as nobody needs it any more.
+The forms are written over six operations (operations.py), and one more for two steps at once (pairs.py). Here they
+compute nothing: they note which product reads and writes what. So a program is what `newton_schulz` or
+`gram_newton_schulz` does, line by line, with memory for intermediate results that is used again as soon as nobody needs
+it any more.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from meshmuon.kernels import clusters
-from meshmuon.kernels.agenda import Product
+from meshmuon.kernels.agenda import Product, Second
 from meshmuon.kernels.clusters import ClusterLaunch
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import whereabouts
@@ -23,6 +25,8 @@ from meshmuon.polar.coefficients import Schedule, Triple
 from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Given, taken
+from meshmuon.polar.pairs import Terms
+from meshmuon.polar.ways import Way
 
 _MOST_BOUND = 256
 Side = Literal["m", "n"]  # columns of a stack: m×m or m×n
@@ -57,17 +61,13 @@ class Program:
         return sum(m * (m if side == "m" else n) for side in self.columns)
 
 
-@functools.cache
-def write_program(
-    form: Literal["standard", "gram"], schedule: Schedule, restarts: tuple[int, ...], *, folded: bool
-) -> Program | None:
+@cache
+def write_program(schedule: Schedule, way: Way) -> Program | None:
     """Write down the products of an iteration.
 
     Args:
-        form: Which one.
         schedule: One triple per step.
-        restarts: Where the Gram form starts anew.
-        folded: Whether it does so on the Gram matrix alone.
+        way: How it is evaluated; not by an SVD.
 
     Returns:
         The program, or None if it is too long for one launch.
@@ -75,23 +75,25 @@ def write_program(
     writer = _Writer()
     operations: Any = writer  # its values are numbers, where others have tensors
     x: Any = writer.x
-    if form == "standard":
+    if way.form == "standard":
         result: Any = newton_schulz(x, schedule=schedule, operations=operations)
     else:
-        iterate = folded_gram_newton_schulz if folded else gram_newton_schulz
-        result = iterate(x, schedule=schedule, restarts=restarts, operations=operations)
+        iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
+        pairs = operations if way.paired else None
+        result = iterate(x, schedule=schedule, restarts=way.restarts, operations=operations, pairs=pairs)
     program = writer.finish(result)
     fits = len(program.products) <= clusters.MOST_PRODUCTS and len(program.columns) <= clusters.MOST_STACKS
     return program if fits else None
 
 
 class _Writer:
-    """The six operations on numbers that stand for values; each value is written once."""
+    """The operations on numbers that stand for values; each value is written once."""
 
     def __init__(self) -> None:
         self._columns: list[Side] = ["n"]  # of the values
         self._products: list[Product] = []
         self._halves: tuple[int, int] | None = None
+        self._symmetric: set[int] = set()  # only their lower triangles are read and written
         self.x = 0
 
     def gram(self, x: int) -> int:
@@ -110,6 +112,7 @@ class _Writer:
     def gram_in_halves(self, x: int) -> tuple[int, int]:
         assert not self._products and x == self.x, "it is made before the launch"
         self._halves = self._new("m"), self._new("m")
+        self._symmetric.update(self._halves)
         return self._halves
 
     def congruence(self, factor: int, halves: tuple[int, int]) -> int:
@@ -117,27 +120,31 @@ class _Writer:
         product = self._note(factor, high, c=self._note(factor, rest), beta=1.0 / REST_SCALE)
         return self._note(product, factor, mirrored=True)
 
+    def combined(self, left: int, right: int, added: Sequence[int], wanted: Sequence[Terms]) -> list[int]:
+        c, e = (*added, None)[:2]
+        first = self._note(left, right, c=c, e=e, mirrored=True, **_factors(wanted[0]))
+        if len(wanted) == 1:
+            return [first]
+        second = self._new("m")
+        self._products[-1] = replace(self._products[-1], second=Second(second, **_factors(wanted[1])))
+        self._symmetric.add(second)
+        return [first, second]
+
     def _new(self, columns: Side) -> int:
         self._columns.append(columns)
         return len(self._columns) - 1
 
-    def _note(
-        self,
-        a: int,
-        b: int,
-        *,
-        c: int | None = None,
-        mirrored: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        gamma: float = 0.0,
-    ) -> int:
+    def _note(self, a: int, b: int, *, c: int | None = None, mirrored: bool = False, **more: Any) -> int:
         d = self._new("m" if mirrored else self._columns[b])
-        self._products.append(Product(a, b, c, d, mirrored, alpha, beta, gamma))
+        half_a, half_b = (value in self._symmetric for value in (a, b))
+        product = Product(a, b, c, d, mirrored, half_a=half_a, half_b=half_b, half_d=mirrored, **more)
+        self._products.append(product)
+        if mirrored:
+            self._symmetric.add(d)
         return d
 
     def finish(self, result: int) -> Program:
-        """Give every value a stack: one that nobody reads any more, if there is one of its shape."""
+        """Give every value a stack: that of one added to it that nobody else needs, or one that is free."""
         last_read = {value: step for step, product in enumerate(self._products) for value in _read(product)}
         columns: list[Side] = []
         stacks: dict[int, int] = {}
@@ -154,22 +161,34 @@ class _Writer:
             place(value)
         products = []
         for step, product in enumerate(self._products):
-            place(product.d)  # before those it reads are let go of
+            done = {value for value in _read(product) if last_read[value] == step}
+            for value in product.results:
+                over = next((c for c in product.added if c in done and c not in product.operands), None)
+                if over is not None and self._columns[over] == self._columns[value]:
+                    stacks[value] = stacks[over]  # a tile is added to before it is written
+                    done.remove(over)
+                else:
+                    place(value)  # before those it reads are let go of
             products.append(_renamed(product, stacks))
-            for value in set(_read(product)):
-                if last_read[value] == step:
-                    free[self._columns[value]].append(stacks[value])
+            for value in sorted(done):
+                free[self._columns[value]].append(stacks[value])
         halves = None if self._halves is None else (stacks[self._halves[0]], stacks[self._halves[1]])
         return Program(tuple(products), tuple(columns), stacks[result], halves)
 
 
-def _read(product: Product) -> list[int]:
-    return [value for value in (product.a, product.b, product.c) if value is not None]
+def _factors(terms: Terms) -> dict[str, float]:
+    beta, delta = (*terms.added, 0.0)[:2]
+    return {"alpha": terms.product, "beta": beta, "delta": delta, "gamma": terms.identity}
+
+
+def _read(product: Product) -> tuple[int, ...]:
+    return (*product.operands, *product.added)
 
 
 def _renamed(product: Product, names: dict[int, int]) -> Product:
-    c = None if product.c is None else names[product.c]
-    return replace(product, a=names[product.a], b=names[product.b], c=c, d=names[product.d])
+    c, e = (None if value is None else names[value] for value in (product.c, product.e))
+    second = None if product.second is None else product.second._replace(d=names[product.second.d])
+    return replace(product, a=names[product.a], b=names[product.b], c=c, e=e, d=names[product.d], second=second)
 
 
 class _Known:

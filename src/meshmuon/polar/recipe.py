@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -14,8 +13,9 @@ from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
-from meshmuon.polar.gram import can_fold, choose_restarts, held_small
+from meshmuon.polar.gram import choose_restarts, held_small
 from meshmuon.polar.program import Program, write_program
+from meshmuon.polar.ways import Way, choose_way, count_flops
 
 # The short side up to which products follow each other in one launch; for larger ones cuBLAS multiplies faster. From
 # here on one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at 4096: NOTES.md).
@@ -40,6 +40,8 @@ class Recipe:
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
         folded: Whether the Gram form restarts on the Gram matrix alone, and multiplies matrices only at the end.
+        whole: Whether the last product of its polynomials is a whole one. See [Note: whole products] in ways.py.
+        paired: Whether two steps are done at once where that is known. See [Note: pairs] in pairs.py.
         program: All products as one program, for one launch; or None.
     """
 
@@ -52,6 +54,8 @@ class Recipe:
     kernels: Dispatch
     invariant: bool = False
     folded: bool = False
+    whole: bool = False
+    paired: bool = False
     program: Program | None = None
 
     @property
@@ -66,29 +70,21 @@ class Recipe:
 
     def flops(self, m: int, n: int) -> float:
         """Count the operations for one m×n matrix (m <= n)."""
-        if self.form == "svd":
-            return cost.svd_flops(m, n)
-        if self.form == "gram":
-            how = {"symmetric": self._symmetric, "folded": self.folded}
-            return cost.gram_flops(m, n, schedule=self.schedule, restarts=self.restarts, **how)
-        return cost.standard_flops(m, n, steps=len(self.schedule), symmetric=self._symmetric)
+        way = Way(self.form, self.restarts, folded=self.folded, whole=self.whole, paired=self.paired)
+        return count_flops(m, n, way, schedule=self.schedule, symmetric=self.kernels.products == "triton")
 
     def whole_flops(self, m: int, n: int) -> float:
         """Count those of them that are in products no symmetric kernel can take."""
         if self.folded:
             return 2.0 * m * m * n + cost.folded_extra(len(self.schedule) - self.restarts[0], 0.0) * m**3
         applied = len(self.restarts) + 1 if self.form == "gram" else len(self.schedule)
-        return 2.0 * m * m * n * applied
-
-    @property
-    def _symmetric(self) -> bool:
-        return self.kernels.products == "triton"
+        return 2.0 * m * m * n * applied + (2.0 * m**3 if self.whole else 0.0)
 
     def in_gram_space(self) -> Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
         restarts = choose_restarts(self.schedule, self.dtype)
         kernels = replace(self.kernels, products="torch")
-        plain = replace(self, invariant=False, folded=False, program=None)
+        plain = replace(self, invariant=False, folded=False, whole=False, paired=False, program=None)
         return replace(plain, form="gram", restarts=restarts, kernels=kernels)
 
     def workspace_bytes(self, m: int, n: int) -> int:
@@ -115,9 +111,10 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
+        pairs = " in pairs" if self.paired else ""
         ours = f" {self.kernels.products} kernels" if self.fused else ""
         kernels = " cluster program" if self.program else ours
-        return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
+        return f"{self.form}{restarts}{pairs} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 
 def choose_recipe(
@@ -150,34 +147,25 @@ def choose_recipe(
         The recipe.
     """
     compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
-    chosen = orthogonalizer.restarts
     orthogonalizer.check_steps(len(schedule))
-    form = orthogonalizer.form
     kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture)
     symmetric = kernels.products == "triton"
-    restarts = choose_restarts(schedule, compute, mirrored=symmetric, side=m) if chosen == "auto" else chosen
-    gram_flops = partial(cost.gram_flops, m, n, schedule=schedule, restarts=restarts, symmetric=symmetric)
-    folded = symmetric and can_fold(schedule, restarts, compute) and gram_flops(folded=True) < gram_flops()
-    if form == "auto":
-        standard = cost.standard_flops(m, n, steps=len(schedule), symmetric=symmetric)
-        form = "gram" if gram_flops(folded=folded) < standard else "standard"
-    if form == "svd" and compute not in (torch.float32, torch.float64):
+    programs = symmetric and m <= _PROGRAMS_TO and is_available(device, compute, architecture=architecture)
+    way = choose_way(
+        m, n, schedule=schedule, wishes=orthogonalizer, compute=compute, symmetric=symmetric, programs=programs
+    )
+    if way.form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
-    folded = folded and form == "gram"
-    restarts = restarts if form == "gram" else ()
     program = None
-    small = symmetric and m <= _PROGRAMS_TO and form != "svd"
-    if small and is_available(device, compute, architecture=architecture):
-        program = write_program(form, schedule, restarts, folded=folded)
+    if programs and way.form != "svd":
+        program = write_program(schedule, way)
     free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,
-        form=form,
+        **way._asdict(),
         dtype=compute,
         input_dtype=torch.float64 if dtype == torch.float64 else arrives,
-        restarts=restarts,
-        folded=folded,
         program=program,
         eps=eps,
         kernels=kernels,

@@ -21,9 +21,14 @@ class Step(NamedTuple):
     """A product, as a tile of it goes through a block."""
 
     steps: int
-    add: bool = False
+    added: int = 0  # C, or C and E
     after: int = 0
     awaited: bool = False
+    results: int = 1
+
+    @property
+    def slots(self):
+        return self.steps + self.added
 
 
 class Tile(NamedTuple):
@@ -199,15 +204,15 @@ class World:
                 yield lambda index=index: block.progress > index
             if not tile.idle:
                 assert self.landed.get(tile.matrix, 0) >= product.after, "read before it was written"
-            for step in range(product.steps + product.add):
+            for step in range(product.slots):
                 slot, parity = position % SLOTS, position // SLOTS % 2
                 yield lambda slot=slot, parity=parity: block.empty[slot].passed(parity ^ 1)
                 position += 1
                 if tile.idle:
                     block.full[slot].arrive()
-                elif step == product.steps:
+                elif step >= product.steps:
                     block.full[slot].arrive(expected=1)
-                    self.load([block], slot, "c", (index, rank))
+                    self.load([block], slot, "c", (index, step, rank))
                 else:
                     block.full[slot].arrive(expected=3)
                     self.load([block], slot, "a", (index, step, rank))
@@ -228,7 +233,7 @@ class World:
                     tiles = self.pairs[pair]
                     self.send(blocks, index, position, tiles)
                     product = self.program[tiles[0].product]
-                    position = (position + product.steps + product.add) % (2 * SLOTS)
+                    position = (position + product.slots) % (2 * SLOTS)
                     pair = self.take(cluster, index + 1)
                 else:
                     self.send(blocks, index, 0, [Tile(end=True)] * RANKS)
@@ -260,7 +265,7 @@ class World:
                 break
             product = self.program[tile.product]
             unread = []
-            for step in range(product.steps + product.add if tile.idle else product.steps):
+            for step in range(product.slots if tile.idle else product.steps):
                 slot, parity = position % SLOTS, position // SLOTS % 2
                 yield lambda slot=slot, parity=parity: block.full[slot].passed(parity)
                 position += 1
@@ -272,22 +277,23 @@ class World:
                 if len(unread) == 2:
                     yield lambda: True  # the products before are done at some later time
                     self.finish(blocks, *unread.pop(0), index, rank)
-            slot, parity = position % SLOTS, position // SLOTS % 2
-            adds = product.add and not tile.idle
-            if adds and not self.late_wait:
-                yield lambda slot=slot, parity=parity: block.full[slot].passed(parity)
+            behind = [(position + i, product.steps + i) for i in range(0 if tile.idle else product.added)]
+            if not self.late_wait:
+                for place, _ in behind:
+                    yield from self.wait_full(block, place)
             block.turns[1 - number] += 1
             if tile.idle:
                 continue
             yield lambda: True
             self.finish(blocks, *unread.pop(), index, rank)
-            if adds:
-                yield lambda slot=slot, parity=parity: block.full[slot].passed(parity)
-                assert block.contents[slot].get("c") == (index, rank), "another tile's C"
+            for place, step in behind:  # the upper halves of C and E, then the lower ones
+                yield from self.wait_full(block, place)
+                slot, meant = place % SLOTS, (index, step, rank)
+                assert block.contents[slot].get("c") == meant, "another tile's C"
                 yield lambda: True  # it is read
-                assert block.contents[slot].get("c") == (index, rank), "C was overwritten"
+                assert block.contents[slot].get("c") == meant, "C was overwritten"
                 self.release(blocks, slot)
-            for box in range(BOXES):
+            for box in range(product.results * BOXES):
                 yield lambda: block.free[number] > 0
                 block.free[number] -= 1
                 block.staging[number] = (index, box)
@@ -295,6 +301,10 @@ class World:
                 block.staged[number] += 1
         yield lambda: block.free[number] > 0
         block.free[number] -= 1
+
+    def wait_full(self, block, place):
+        slot, parity = place % SLOTS, place // SLOTS % 2
+        yield lambda: block.full[slot].passed(parity)
 
     def storer(self, blocks, rank, number):
         block, index = blocks[rank], number - GROUPS
@@ -307,8 +317,8 @@ class World:
             product = self.program[tile.product]
             if tile.idle:
                 continue
-            stored = []
-            for box in range(BOXES):
+            stored, boxes = [], product.results * BOXES
+            for box in range(boxes):
                 yield lambda: block.staged[number] > 0
                 block.staged[number] -= 1
                 assert block.staging[number] == (index, box), "another box"
@@ -317,9 +327,9 @@ class World:
                 assert block.staging[number] == (index, box), "a box was overwritten"
                 block.free[number] += 1
             if not self.counts_early:
-                yield lambda stored=stored: len(stored) == BOXES
+                yield lambda stored=stored, boxes=boxes: len(stored) == boxes
             if product.awaited:
-                self.landed[tile.matrix] = self.landed.get(tile.matrix, 0) + (len(stored) == BOXES)
+                self.landed[tile.matrix] = self.landed.get(tile.matrix, 0) + (len(stored) == boxes)
                 self.counted[tile.matrix] = self.counted.get(tile.matrix, 0) + 1
 
     def check_operands(self, block, slot, index, step, rank):
@@ -347,27 +357,31 @@ SHARED, APART = (Tile(shared=True),) * 2, (Tile(),) * 2
 PAIRS = [SHARED, SHARED, APART, SHARED, APART, SHARED, SHARED, (Tile(), Tile(idle=True))]
 
 
-@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("added", "results"), [(0, 1), (1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("steps", [1, 4, 5, 6, 7, 13])
 @pytest.mark.parametrize("count", [0, 1, 2, 8])
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_everything_is_read_once_and_in_time(steps, add, count, in_turn):
+def test_everything_is_read_once_and_in_time(steps, added, results, count, in_turn):
     slows = [(), (), (), ("c",), ("a",), ("b0",), ("b1",), ("b0", "c"), ("d",), ("item",), ("expect",)]
     for seed, slow in enumerate(slows):
         pairs = PAIRS[len(PAIRS) - count :]
-        world = World([Step(steps, add)], pairs, seed=seed, slow=slow, clusters=1 + seed % 3, in_turn=in_turn)
+        world = World(
+            [Step(steps, added, results=results)], pairs, seed=seed, slow=slow, clusters=1 + seed % 3, in_turn=in_turn
+        )
         world.run()
         assert world.read == max(0, RANKS * count - 1) * steps
 
 
-def test_the_turn_may_not_go_on_before_c_is_there():
+@pytest.mark.parametrize("added", [1, 2])
+def test_the_turn_may_not_go_on_before_c_is_there(added):
     with pytest.raises(AssertionError, match="of another step"):
-        World([Step(7, add=True)], PAIRS, seed=0, slow=["c"], late_wait=True).run()
+        World([Step(7, added=added)], PAIRS, seed=0, slow=["c"], late_wait=True).run()
 
 
-def test_without_turns_slots_are_taken_twice():
+@pytest.mark.parametrize("added", [1, 2])
+def test_without_turns_slots_are_taken_twice(added):
     with pytest.raises(AssertionError, match="of another step"):
-        World([Step(7, add=True)], PAIRS, seed=0, turns=False).run()
+        World([Step(7, added=added)], PAIRS, seed=0, turns=False).run()
 
 
 def test_who_says_too_early_that_it_has_read_misses_an_item():
@@ -379,9 +393,9 @@ def test_who_says_too_early_that_it_has_read_misses_an_item():
 def program_of(batch, clusters):
     """A standard step and a half on matrices of 3x5 tiles, in the order of the agenda."""
     results = [Result(384, 384, True), Result(384, 384, True), Result(384, 640, False), Result(384, 384, True)]
-    kinds = [(10, False), (6, True), (6, False), (10, False)]
+    kinds = [(10, 0), (6, 2), (6, 0), (10, 1)]
     after = tiles_before(results)
-    program = [Step(*kind, after[i], awaited=i < len(kinds) - 1) for i, kind in enumerate(kinds)]
+    program = [Step(*kind, after[i], awaited=i < 3, results=1 + (i == 1)) for i, kind in enumerate(kinds)]
     rows = list_pairs(batch, results, clusters).tolist()
     pairs = [tuple(Tile(matrix, f >> 8, bool(f & 1), bool(f & 2)) for matrix, _, f, _ in row) for row in rows]
     products = sum(batch * result.tiles * kind[0] for result, kind in zip(results, kinds, strict=True))

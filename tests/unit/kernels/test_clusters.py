@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from meshmuon.kernels import agenda, clusters, cuda
-from meshmuon.kernels.agenda import Item, Product, Result, even_sets, list_pairs, pair_up, set_size, tiles_before
+from meshmuon.kernels.agenda import (
+    Item,
+    Product,
+    Result,
+    Second,
+    even_sets,
+    list_pairs,
+    pair_up,
+    set_size,
+    tiles_before,
+)
 from meshmuon.kernels.configs import choose_config
 
 SHARED, IDLE, SHIFT = 1, 2, 8
@@ -173,6 +183,17 @@ class Recorder:
         return call
 
 
+def in_words(product):
+    """What the kernel reads of a product, by name."""
+    words = {name: getattr(product, name) for name, _ in product._fields_ if name != "terms"}
+    terms = [tuple(getattr(each, name) for name, _ in each._fields_) for each in product.terms]
+    return {**words, "terms": terms[: 1 + product.twice]}
+
+
+def told(product, *names):
+    return tuple(product[name] for name in names)
+
+
 def launched_programs(monkeypatch):
     """Stand in for the GPU; give what the kernel would read, at every launch."""
     driver, launched = Recorder(), []
@@ -184,7 +205,7 @@ def launched_programs(monkeypatch):
             pointers = [
                 kind.from_address(address).value for kind, address in zip(kinds, list(arguments)[1:], strict=True)
             ]
-            products = [tuple(getattr(product, name) for name, _ in product._fields_) for product in program.products]
+            products = [in_words(product) for product in program.products]
             launched.append((blocks, threads, stream, products, pointers, arguments[0]))
 
         return launch
@@ -204,12 +225,14 @@ def test_a_launch_tells_the_kernel_sizes_coefficients_and_whether_to_add():
         bound.scaled(1.0, 2.0, 3.0)
         bound.scaled(4.0, 5.0, 6.0)
         clusters.ClusterLaunch([Product(0, 0, None, 1, True)], [a, torch.empty_like(c)]).scaled(1.0, 0.0, 0.0)
-    mirrored, adds, awaited, unused, after = 1, 1, 0, 0, 0
-    first = (0, 0, 1, 2, mirrored, adds, awaited, unused, 256, 256, 8, after)
     assert launched[0][:3] == (10, 384, 7)
-    assert launched[0][3][0] == (*first, 1.0, 2.0, 3.0)
-    assert launched[1][3][0] == (*first, 4.0, 5.0, 6.0)
-    assert launched[2][3][0][2:6] == (1, 1, 1, 0), "C's map is there, and not read"
+    first = launched[0][3][0]
+    assert told(first, "a", "b", "c", "d", "mirrored", "added", "awaited", "twice") == (0, 0, 1, 2, 1, 1, 0, 0)
+    assert told(first, "rows", "cols", "steps", "after") == (256, 256, 8, 0)
+    assert told(first, "half_a", "half_b", "half_d") == (0, 0, 0)
+    assert first["terms"] == [(1.0, 2.0, 0.0, 3.0)]
+    assert launched[1][3][0] == {**first, "terms": [(4.0, 5.0, 0.0, 6.0)]}
+    assert told(launched[2][3][0], "c", "d", "mirrored", "added") == (1, 1, 1, 0), "C's map is there, and not read"
     assert launched[0][4][1:] == [3, None, 2], "pairs, nothing that is counted for one product, matrices"
     boxes = [list(arguments[6]) for name, arguments in driver.calls if name == "cuTensorMapEncodeTiled"]
     assert boxes == [[64, 64, 1]] * 5
@@ -229,8 +252,41 @@ def test_a_program_tells_what_each_product_waits_for():
     _, _, _, described, pointers, _ = launched[0]
     assert pointers[2:] == [written.data_ptr(), 3]
     assert written.tolist() == [0] * 4, "tiles of each matrix, and pairs"
-    assert [one[4:7] for one in described[:3]] == [(1, 0, 1), (0, 0, 1), (1, 0, 0)], "mirrored, adds, awaited"
-    assert [one[8:12] for one in described[:3]] == [(256, 256, 10, 0), (256, 640, 4, 3), (256, 256, 10, 13)]
+    assert [told(one, "mirrored", "added", "awaited") for one in described[:3]] == [(1, 0, 1), (0, 0, 1), (1, 0, 0)]
+    sizes = [told(one, "rows", "cols", "steps", "after") for one in described[:3]]
+    assert sizes == [(256, 256, 10, 0), (256, 640, 4, 3), (256, 256, 10, 13)]
+
+
+def test_a_product_tells_of_two_results_and_of_triangles():
+    with pytest.MonkeyPatch.context() as patch:
+        _, launched = launched_programs(patch)
+        stacks = [torch.zeros(2, 256, 256, dtype=torch.float16) for _ in range(5)]
+        second = Second(4, alpha=5.0, beta=6.0, delta=7.0, gamma=8.0)
+        halves = {"half_a": True, "half_b": True, "half_d": True}
+        terms = {"alpha": 1.0, "beta": 2.0, "delta": 3.0, "gamma": 4.0}
+        clusters.ClusterLaunch([Product(0, 0, 1, 3, True, e=2, second=second, **terms, **halves)], stacks)()
+    product = launched[0][3][0]
+    assert told(product, "a", "b", "c", "e", "d", "second", "added", "twice") == (0, 0, 1, 2, 3, 4, 2, 1)
+    assert told(product, "half_a", "half_b", "half_d") == (1, 1, 1)
+    assert product["terms"] == [(1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Product(0, 0, None, 3, True, e=2),
+        Product(0, 0, 1, 3, True, second=Second(4, 1.0, 1.0, 0.0, 0.0)),
+        Product(0, 0, 1, 3, False, e=2, second=Second(4, 1.0, 1.0, 0.0, 0.0)),
+        Product(0, 1, None, 3, True, half_a=True),
+        Product(0, 1, None, 3, False, half_d=True),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_not_launched(wrong):
+    with pytest.MonkeyPatch.context() as patch:
+        launched_programs(patch)
+        stacks = [torch.zeros(2, 256, 256, dtype=torch.float16) for _ in range(5)]
+        with pytest.raises(AssertionError):
+            clusters.ClusterLaunch([wrong], stacks)
 
 
 def test_the_program_has_the_same_size_here_and_there():
@@ -244,6 +300,6 @@ def test_the_program_has_the_same_size_here_and_there():
     slots, ahead = (int(lines.split(f"constexpr int {name} = ")[1].split(";")[0]) for name in ("kSlots", "kAhead"))
     ring, staging, mail, progress = slots * (2**15 + 16), 4 * 2**13, ahead * (16 + 16), 4
     assert ring + staging + mail + progress <= clusters._SHARED_BYTES <= 227 * 1024
-    assert ctypes.sizeof(clusters._Described) == 36
-    assert ctypes.sizeof(clusters._Program) == 128 * 12 + 36 * 48
+    assert ctypes.sizeof(clusters._Described) == 64
+    assert ctypes.sizeof(clusters._Program) == 128 * 12 + 64 * 39
     assert ctypes.sizeof(clusters._Program) + 4 * 8 <= 4096, "what a kernel can be given by value"

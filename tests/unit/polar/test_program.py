@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,36 +18,77 @@ from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import TorchOperations, in_halves
 from meshmuon.polar.program import write_program
+from meshmuon.polar.ways import Way
 
-FORMS = [
-    ("standard", 5, (), False),
-    ("standard", 4, (), False),
-    ("standard", 1, (), False),
-    ("gram", 5, (), False),
-    ("gram", 5, (2,), False),
-    ("gram", 5, (2, 4), False),
-    ("gram", 5, (2,), True),
-    ("gram", 2, (1,), True),
+WAYS = [
+    (5, Way("standard")),
+    (4, Way("standard")),
+    (1, Way("standard")),
+    (5, Way("gram", ())),
+    (5, Way("gram", (2,))),
+    (5, Way("gram", (2,), whole=True)),
+    (5, Way("gram", (2, 4))),
+    (5, Way("gram", (), paired=True)),
+    (5, Way("gram", (2,), paired=True)),
+    (5, Way("gram", (2,), whole=True, paired=True)),
+    (5, Way("gram", (2, 3), paired=True)),
+    (4, Way("gram", (2,), paired=True)),
+    (5, Way("gram", (2,), folded=True)),
+    (5, Way("gram", (2,), folded=True, paired=True)),
+    (2, Way("gram", (1,), folded=True)),
 ]
 
 
 class Plain(TorchOperations):
-    """The six operations as a program has them: one product each, the halves' rest rounded like everything else."""
+    """The operations as a program has them: one product each, the halves' rest rounded like everything else."""
+
+    def gram(self, x):
+        return completed(torch.bmm(x, x.mT))
 
     def quadratic(self, gram, triple):
         a, b, c = triple
-        return torch.baddbmm(gram, gram, gram.mT, beta=b, alpha=c).add_(a * torch.eye(gram.shape[-1]))
+        return completed(summed(torch.bmm(gram, gram.mT), [gram], c, (b,), a))
 
     def symmetric_product(self, left, right):
-        return torch.bmm(left, right.mT)
+        return completed(torch.bmm(left, right.mT))
 
     def gram_in_halves(self, x):
         return in_halves(torch.bmm(x, x.mT), torch.float32)
 
     def congruence(self, factor, halves):
         high, rest = halves
-        product = torch.baddbmm(torch.bmm(factor, rest), factor, high, beta=1.0 / REST_SCALE)
-        return torch.bmm(product, factor.mT)
+        product = summed(torch.bmm(factor, high), [torch.bmm(factor, rest)], 1.0, (1.0 / REST_SCALE,), 0.0)
+        return completed(torch.bmm(product, factor.mT))
+
+    def combined(self, left, right, added, wanted):
+        return [completed(summed(torch.bmm(left, right.mT), added, *terms)) for terms in wanted]
+
+
+def summed(product, added, alpha, factors, gamma):
+    """What is made of a product, and of what is added to it, in the order of the kernel."""
+    total = alpha * product + gamma * torch.eye(*product.shape[1:])
+    for term, factor in zip(added, factors, strict=True):
+        total = total + factor * term
+    return total
+
+
+def completed(triangle):
+    """A symmetric matrix of which the lower triangle is there, and anything above it."""
+    below = torch.ones(triangle.shape[1:], dtype=torch.bool).tril()
+    return torch.where(below, triangle, triangle.mT)
+
+
+def results_of(product, stacks):
+    """What a product writes where."""
+    a = completed(stacks[product.a]) if product.half_a else stacks[product.a]
+    b = completed(stacks[product.b]) if product.half_b else stacks[product.b]
+    done = torch.bmm(a, b.mT if product.mirrored else b)
+    added = [completed(stacks[number]) if product.mirrored else stacks[number] for number in product.added]
+    found = {product.d: summed(done, added, product.alpha, (product.beta, product.delta)[: len(added)], product.gamma)}
+    if product.second is not None:
+        d, alpha, beta, delta, gamma = product.second
+        found[d] = summed(done, added, alpha, (beta, delta)[: len(added)], gamma)
+    return found
 
 
 def by_torch(program, x):
@@ -58,23 +100,21 @@ def by_torch(program, x):
         for number, half in zip(program.halves, in_halves(torch.bmm(x, x.mT), torch.float32), strict=True):
             stacks[number].copy_(half)
     for product in program.products:
-        a, b = stacks[product.a], stacks[product.b]
-        b = b.mT if product.mirrored else b
-        if product.c is None:
-            result = torch.bmm(a, b)
-        else:
-            result = torch.baddbmm(stacks[product.c], a, b, beta=product.beta, alpha=product.alpha)
-        result.add_(product.gamma * torch.eye(*result.shape[1:]))
-        assert product.d not in (product.a, product.b), "tiles read what others write"
-        stacks[product.d].copy_(result)
+        assert not set(product.results) & set(product.operands), "tiles read what others write"
+        for number, result in results_of(product, stacks).items():
+            stacks[number].copy_(result)
+            if product.half_d:  # what is above the diagonal is nobody's
+                above = torch.ones(result.shape[1:], dtype=torch.bool).triu(1)
+                stacks[number][:, above] = float("nan")
     return stacks[program.result]
 
 
-def by_form(form, schedule, restarts, folded, x):
-    if form == "standard":
+def by_form(schedule, way, x):
+    if way.form == "standard":
         return newton_schulz(x, schedule=schedule, operations=Plain())
-    iterate = folded_gram_newton_schulz if folded else gram_newton_schulz
-    return iterate(x, schedule=schedule, restarts=restarts, operations=Plain())
+    iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
+    pairs = Plain() if way.paired else None
+    return iterate(x, schedule=schedule, restarts=way.restarts, operations=Plain(), pairs=pairs)
 
 
 def matrices():
@@ -82,51 +122,51 @@ def matrices():
     return x / x.norm(dim=(1, 2), keepdim=True)
 
 
-@pytest.mark.parametrize(("form", "steps", "restarts", "folded"), FORMS)
-def test_a_program_is_the_form_written_down(form, steps, restarts, folded):
+@pytest.mark.parametrize(("steps", "way"), WAYS)
+def test_a_program_is_the_form_written_down(steps, way):
     schedule = resolve_schedule("polar_express", steps)
-    program = write_program(form, schedule, restarts, folded=folded)
+    program = write_program(schedule, way)
     x = matrices()
     got = by_torch(program, x)
-    assert torch.equal(got, by_form(form, schedule, restarts, folded, x))
+    assert torch.equal(got, by_form(schedule, way, x))
     for i in range(len(program.products)):  # every product counts
         fewer = replace(program, products=program.products[:i] + program.products[i + 1 :])
         assert not torch.equal(by_torch(fewer, x), got)
 
 
-@pytest.mark.parametrize(("form", "steps", "restarts", "folded"), FORMS)
-def test_no_more_memory_than_the_values_that_are_needed_at_a_time(form, steps, restarts, folded):
-    program = write_program(form, resolve_schedule("polar_express", steps), restarts, folded=folded)
+@pytest.mark.parametrize(("steps", "way"), WAYS)
+def test_no_more_memory_than_the_values_that_are_needed_at_a_time(steps, way):
+    program = write_program(resolve_schedule("polar_express", steps), way)
     assert program.columns.count("n") <= 2
-    assert program.columns.count("m") <= {"standard": 2, "gram": 5 if folded else 4}[form]
+    assert program.columns.count("m") <= {"standard": 2, "gram": 5 if way.folded else 4}[way.form]
     small, large = program.columns.count("m"), program.columns.count("n")
     assert program.held(10, 30) == small * 100 + large * 300
 
 
-@pytest.mark.parametrize(("form", "steps", "restarts", "folded"), FORMS)
-def test_a_stack_is_used_again_only_when_nobody_reads_it_any_more(form, steps, restarts, folded):
+@pytest.mark.parametrize(("steps", "way"), WAYS)
+def test_a_stack_is_used_again_only_when_nobody_reads_it_any_more(steps, way):
     """What stands in a stack when a product reads it is the value that was meant."""
     schedule = resolve_schedule("polar_express", steps)
-    program = write_program(form, schedule, restarts, folded=folded)
+    program = write_program(schedule, way)
 
     def unplaced(writer, result):
         return module.Program(tuple(writer._products), (), result, writer._halves)
 
     with mock.patch.object(module._Writer, "finish", unplaced):
-        values = write_program.__wrapped__(form, schedule, restarts, folded=folded)
+        values = write_program.__wrapped__(schedule, way)
     holds = dict(zip([0, *(program.halves or ())], [0, *(values.halves or ())], strict=True))
     for meant, product in zip(values.products, program.products, strict=True):
-        for name in ("a", "b", "c"):
-            stack = getattr(product, name)
-            assert stack is None or holds[stack] == getattr(meant, name)
-        assert product.d not in (product.a, product.b, product.c)
-        holds[product.d] = meant.d
+        for stack, value in zip((*product.operands, *product.added), (*meant.operands, *meant.added), strict=True):
+            assert holds[stack] == value
+        assert not set(product.results) & set(product.operands), "tiles read what others write"
+        assert len(set(product.results)) == len(product.results)
+        holds.update(zip(product.results, meant.results, strict=True))
     assert holds[program.result] == values.result
 
 
 def test_a_program_that_is_too_long_for_a_launch_is_none():
-    assert write_program("standard", resolve_schedule("polar_express", 16), (), folded=False) is not None
-    assert write_program("standard", resolve_schedule("polar_express", 17), (), folded=False) is None
+    assert write_program(resolve_schedule("polar_express", 13), Way("standard")) is not None
+    assert write_program(resolve_schedule("polar_express", 14), Way("standard")) is None
 
 
 def choose(m, n, *, steps=5, invariant=None, **wishes):
@@ -187,10 +227,8 @@ class Stand:
 
         def launch():
             for product in products:
-                b = stacks[product.b].mT if product.mirrored else stacks[product.b]
-                c = stacks[product.d].zero_() if product.c is None else stacks[product.c]
-                result = torch.baddbmm(c, stacks[product.a], b, beta=product.beta, alpha=product.alpha)
-                stacks[product.d].copy_(result.add_(product.gamma * torch.eye(*result.shape[1:])))
+                for number, result in results_of(product, stacks).items():
+                    stacks[number].copy_(result)
 
         return launch
 
@@ -200,19 +238,19 @@ def test_all_products_are_one_launch(monkeypatch):
     monkeypatch.setattr(module, "ClusterLaunch", Stand(made))
     monkeypatch.setattr(module.clusters, "can_run", lambda *_, **__: True)
     schedule = resolve_schedule("polar_express", 5)
-    program = copy.deepcopy(write_program("standard", schedule, (), folded=False))  # knows nothing yet
+    program = copy.deepcopy(write_program(schedule, Way("standard")))  # knows nothing yet
     x = matrices()
     assert module.can_run(program, x)
     got = module.run_program(program, [x.clone()])
     assert made == [(15, [0, 0, 0])]
-    assert torch.equal(got, by_form("standard", schedule, (), False, x))
+    assert torch.equal(got, by_form(schedule, Way("standard"), x))
 
 
 def test_what_cannot_run_now_is_asked_again_until_it_has_run(monkeypatch):
     answers = [False, True, True]
     monkeypatch.setattr(module, "ClusterLaunch", Stand([]))
     monkeypatch.setattr(module.clusters, "can_run", lambda *_, **__: answers.pop(0))
-    program = copy.deepcopy(write_program("standard", resolve_schedule("polar_express", 5), (), folded=False))
+    program = copy.deepcopy(write_program(resolve_schedule("polar_express", 5), Way("standard")))
     x = matrices()
     assert not module.can_run(program, x)
     assert module.can_run(program, x)

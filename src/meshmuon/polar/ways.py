@@ -1,0 +1,114 @@
+"""The ways to evaluate the polynomial of a schedule, and which of them is the cheapest for a shape.
+
+[Note: whole products] Where the last product of polynomials is one triangle mirrored, a matrix of low rank comes out
+further from its polar factor than in fp32 ([Note: mirrored products] in gram.py): by 0.012 at 704 rows, 0.009 at 1408,
+0.007 at 2048, against 0.002 if it is a whole product. Up to 0.01 is promised. So small matrices take the whole product.
+With two steps at once, one more restart is as cheap for squares: then there is no such product at all.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+
+from meshmuon.config import Orthogonalizer
+from meshmuon.polar import cost
+from meshmuon.polar.coefficients import Schedule
+from meshmuon.polar.gram import can_fold, choose_restarts, split_at
+from meshmuon.polar.pairs import find_pair
+
+_MIRRORED_FROM = 1280  # the short side from which the last product of polynomials may be mirrored
+# The short side from which two steps at once pay ([Note: pairs] in pairs.py): with 768 rows, adding to a product and
+# writing two results takes longer than the tensor cores take for the next one (768, 1408 and 2048: NOTES.md).
+_PAIRS_FROM = 1024
+
+
+class Way(NamedTuple):
+    """One way to evaluate the polynomial.
+
+    Attributes:
+        form: Its form.
+        restarts: Where the Gram form starts anew.
+        folded: Whether it does so on the Gram matrix alone, and multiplies matrices only at the end.
+        whole: Whether the last product of its polynomials is a whole one. See [Note: whole products].
+        paired: Whether two steps are done at once where that is known. See [Note: pairs] in pairs.py.
+    """
+
+    form: Literal["standard", "gram", "svd"]
+    restarts: tuple[int, ...] = ()
+    folded: bool = False
+    whole: bool = False
+    paired: bool = False
+
+
+def choose_way(
+    m: int,
+    n: int,
+    *,
+    schedule: Schedule,
+    wishes: Orthogonalizer,
+    compute: torch.dtype,
+    symmetric: bool,
+    programs: bool,
+) -> Way:
+    """Choose the cheapest way for matrices of one shape.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        schedule: One triple per step.
+        wishes: The user's choices, with their "auto"s.
+        compute: What the products are computed in.
+        symmetric: Whether products with a symmetric result compute one triangle only.
+        programs: Whether all products can be one program.
+
+    Returns:
+        The way.
+    """
+    ways = _ways(m, schedule=schedule, wishes=wishes, compute=compute, symmetric=symmetric, programs=programs)
+    return min(ways, key=partial(count_flops, m, n, schedule=schedule, symmetric=symmetric))
+
+
+def _ways(
+    m: int, *, schedule: Schedule, wishes: Orthogonalizer, compute: torch.dtype, symmetric: bool, programs: bool
+) -> list[Way]:
+    """What there is to choose from; of two that cost the same, the first is taken."""
+    if wishes.form == "standard" or wishes.form == "svd":
+        return [Way(wishes.form)]
+    ways = [Way("standard")] if wishes.form == "auto" else []
+    restarts = wishes.restarts
+    if restarts == "auto":
+        restarts = choose_restarts(schedule, compute, mirrored=symmetric, side=m)
+    segments = split_at(schedule, restarts)
+    paired = programs and m >= _PAIRS_FROM and any(map(find_pair, segments))
+    several = len(segments[-1]) > 2  # polynomials in the last product
+    if paired and several and wishes.restarts == "auto" and find_pair(segments[-1]) is not None:
+        ways.append(Way("gram", (*restarts, len(schedule) - 2), paired=True))
+    ways.append(Way("gram", restarts, whole=programs and several and m < _MIRRORED_FROM, paired=paired))
+    if symmetric and can_fold(schedule, restarts, compute):
+        ways.append(Way("gram", restarts, folded=True, paired=paired))
+    return ways
+
+
+def count_flops(m: int, n: int, way: Way, *, schedule: Schedule, symmetric: bool) -> float:
+    """Count the operations for one matrix.
+
+    Args:
+        m: Short side.
+        n: Long side.
+        way: How.
+        schedule: One triple per step.
+        symmetric: Whether products with a symmetric result compute one triangle only.
+
+    Returns:
+        FLOPs.
+    """
+    if way.form == "svd":
+        return cost.svd_flops(m, n)
+    if way.form == "standard":
+        return cost.standard_flops(m, n, steps=len(schedule), symmetric=symmetric)
+    _, restarts, folded, whole, paired = way
+    how = {"folded": folded, "whole": whole, "paired": paired}
+    return cost.gram_flops(m, n, schedule=schedule, restarts=restarts, symmetric=symmetric, **how)
