@@ -7,6 +7,7 @@ are as small as that allows, since what a set works on is to stay in the GPU's c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,7 +19,7 @@ from torch import Tensor
 TILE = 128
 _BAND = 16  # tile rows walked together, column by column: their operands stay in L2
 _SHARED, _IDLE, _PRODUCT_SHIFT = 1, 2, 8  # flags, as in clusters.cu
-_WAVES_BETWEEN = 3  # until what one wave of tiles computes is written, two more may have begun
+_WAVES_BETWEEN = 2.5  # until what one wave of tiles computes is written, about two more have begun (measured)
 
 
 class Second(NamedTuple):
@@ -229,7 +230,7 @@ def set_size(batch: int, results: Sequence[Result], clusters: int) -> int:
     if len(results) == 1:
         return batch
     fewest = min(result.tiles for result in results)
-    return min(batch, 1 + -(-_WAVES_BETWEEN * 2 * clusters // fewest))
+    return min(batch, 1 + math.ceil(_WAVES_BETWEEN * 2 * clusters / fewest))
 
 
 def even_sets(batch: int, least: int) -> list[range]:

@@ -111,10 +111,10 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
-        pairs = " in pairs" if self.paired else ""
         ours = f" {self.kernels.products} kernels" if self.fused else ""
-        kernels = " cluster program" if self.program else ours
-        return f"{self.form}{restarts}{pairs} {str(self.dtype).removeprefix('torch.')}{kernels}"
+        program = " paired program" if self.paired else " cluster program"
+        kernels = program if self.program else ours
+        return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 
 def choose_recipe(
