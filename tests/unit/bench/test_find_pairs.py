@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from benchmarks.find_pairs import noise, scaled, shifted, solve, two_steps, values
+
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.pairs import find_pair
 
