@@ -295,13 +295,14 @@ def test_without_more_terms_it_has_the_bits_it_had():
     assert all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     ("batch", "m", "n"),
-    [(1, 256, 512), (3, 272, 304), (48, 768, 768), (5, 1408, 2048), (24, 768, 3072), (2, 2048, 2048)],
+    [(1, 256, 512), (3, 272, 304), (48, 768, 768), (3, 1008, 1040), (5, 1408, 2048), (24, 768, 3072), (2, 2048, 2048)],
 )
-def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, way):
-    x = normalised(batch, m, n)
+def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, way, dtype):
+    x = normalised(batch, m, n, dtype)
     expected = by_form(way, x)
     for _ in range(10):
         assert torch.equal(by_program(way, x), expected)
@@ -309,9 +310,10 @@ def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, way):
     assert not torch.equal(by_program(way, x.flip(0) * 0.99), expected)
 
 
-def test_a_captured_program_has_the_same_bits_with_other_data():
+@pytest.mark.parametrize("way", [Way("standard"), Way("gram", (2, 3), paired=True)], ids=str)
+def test_a_captured_program_has_the_same_bits_with_other_data(way):
     x = normalised(40, 768, 768)
-    program = write_program(SCHEDULE, Way("standard"))
+    program = write_program(SCHEDULE, way)
     programs.run_program(program, [x.clone()])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -320,7 +322,7 @@ def test_a_captured_program_has_the_same_bits_with_other_data():
     for _ in range(5):
         out.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, by_program(Way("standard"), x))
+        assert torch.equal(out, by_program(way, x))
 
 
 def test_programs_on_two_streams_at_once():

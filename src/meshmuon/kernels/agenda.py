@@ -26,7 +26,7 @@ class Second(NamedTuple):
     """What else is made of a product: alpha·A·Bᵀ + beta·C + delta·E + gamma·I, with other factors.
 
     Attributes:
-        d: Number of the stack it is written to. It may be C or E, if the first result is not.
+        d: Number of the stack it is written to. It may be C or E, whichever the first result is not.
         alpha: Factor of the product.
         beta: Factor of C.
         delta: Factor of E.

@@ -44,7 +44,7 @@ struct Terms {
 };
 struct Product {
   unsigned char a, b, c, e, d, second;             // numbers of their maps
-  unsigned char mirrored, added, awaited, twice;   // the second: how many of C and E there are
+  unsigned char mirrored, added, awaited, twice;   // `added`: how many of C and E there are
   unsigned char half_a, half_b, half_d, unused;    // symmetric stacks of which only the lower triangle is there
   int rows, cols, steps;                           // of D; and of the inner dimension, 64 numbers each
   int after;                                       // tiles of this matrix that have to be written before

@@ -1,7 +1,8 @@
 """Products on Hopper, by pairs of thread blocks that share operands (clusters.cu): one, or a program of many.
 
-Symmetric products have the bits of the Triton kernel, which stands in wherever this one cannot run. It is faster by 4
-to 10 %: no tensor core waits for results to be written, and less is read (benchmarks/NOTES.md).
+Single symmetric products have the bits of the Triton kernel, which stands in wherever this one cannot run. It is faster
+by 4 to 10 %: no tensor core waits for results to be written, and less is read (benchmarks/NOTES.md). A program may be
+evaluated another way than its products would be one by one (polar/ways.py), and then has other bits.
 
 [Note: many launches at a time] In a launch of several products, thread blocks wait for each other's tiles. They take
 tiles in the order of one list, so the first that is not done can always go on, even with a single pair of blocks on the
@@ -67,7 +68,7 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
         return _Kernel(function, clusters)
     except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
         found = f"{type(error).__name__}: {error}"
-        do = "Triton's kernel and cuBLAS are used instead, up to 10 % slower. Install torch with its CUDA packages"
+        do = "Triton's kernel and cuBLAS are used instead, up to 20 % slower. Install torch with its CUDA packages"
         warn_user(message("products by clusters", found=found, do=do))
         return found
 
@@ -231,10 +232,13 @@ def counters(stack: Tensor) -> Tensor:
 
 
 def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool) -> _Described:
+    assert not set(product.results) & set(product.operands), "tiles read what others write"
+    assert product.second is None or product.second.d != product.d, "every result has a place of its own"
     assert product.e is None or product.c is not None, "E is added beside C"
-    assert product.second is None or (product.mirrored and product.e is not None), "a second result has all terms"
+    assert product.second is None or product.e is not None, "a second result has all terms"
     assert product.half_b or not (product.mirrored and product.half_a), "a triangle is multiplied with triangles"
-    assert product.mirrored or not product.half_d, "what is not symmetric has no half"
+    only_symmetric = product.e is not None or product.gamma or product.half_d
+    assert product.mirrored or not only_symmetric, "what is not symmetric has no E, no I and no half"
     _, rows, cols = stacks[product.d].shape
     steps = -(-stacks[product.a].shape[2] // STEP)
     c, e = (product.d if stack is None else stack for stack in (product.c, product.e))  # d: not touched

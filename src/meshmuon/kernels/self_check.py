@@ -109,15 +109,17 @@ def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
 def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x·xᵀ and its product with x, both again and again in one launch, where there is a kernel for both.
 
-    So often that every cluster takes more pairs than it knows ahead. Only the last round gives what is expected.
+    So often that every cluster takes more pairs than it knows ahead. Only the last round gives what is expected. One
+    triangle of x·xᵀ is there, as in the programs that train.
     """
     x = _stack(device, dtype) / 8
     batch, m, n = x.shape
     results = (Result(m, m, mirrored=True), Result(m, n, mirrored=False)) * _ROUNDS
     if not clusters.can_run(device, dtype, batch=batch, results=results):
         return _gram(device, dtype)
-    r, product = x.new_empty(batch, m, m), torch.empty_like(x)
-    gram, whole = Product(a=0, b=0, c=None, d=1, mirrored=True), Product(a=1, b=0, c=None, d=2, mirrored=False)
+    r, product = x.new_full((batch, m, m), float("nan")), torch.empty_like(x)
+    gram = Product(a=0, b=0, c=None, d=1, mirrored=True, half_d=True)
+    whole = Product(a=1, b=0, c=None, d=2, mirrored=False, half_a=True)
     products = [replace(gram, alpha=2.0), whole] * (_ROUNDS - 1) + [gram, whole]
     written = clusters.counters(x)
     clusters.ClusterLaunch(products, [x, r, product], written)()

@@ -16,8 +16,8 @@ from meshmuon.polar.recipe import Recipe
 SHORT_SIDES = (4096, 2048, 1024, 0)
 
 # Of our symmetric products: operations per second, counting one triangle, against those of cuBLAS on the whole product
-# (benchmarks/NOTES.md, at 4096, 2048, 1408 and 768: the last is 48 of them in the eighth round, 1.60x cuBLAS; at 1408
-# as in the step of moe of the tenth).
+# (benchmarks/NOTES.md, at 4096, 2048, 1408 and 768: the last is 48 of them in the eighth round, 1.60x cuBLAS; at 2048
+# and 1408 as in the steps of llama-1b of the eleventh and moe of the tenth and eleventh).
 _SYMMETRIC_RATE = (0.86, 0.88, 0.84, 0.80)
 
 # What the code does besides products. Change these together with the code, then fit again.

@@ -69,7 +69,7 @@ def gram_flops(
     """
     triangle = 1.0 if symmetric else 2.0
     *before, last = segments = split_at(schedule, restarts)
-    pairs = [*map(find_pair, before), find_pair(last, whole=(whole or folded) and len(last) > 2)] if paired else []
+    pairs = [*map(find_pair, before), find_pair(last, whole=folded or (whole and len(last) > 2))] if paired else []
     small = (sum(4 * len(segment) - 3 for segment in segments) - sum(map(bool, pairs))) * triangle
     if folded:
         return (triangle + 2.0) * m * m * n + (small + folded_extra(len(last), triangle)) * m**3

@@ -220,6 +220,7 @@ def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     if program is not None and can_run(program, start[0]):
         assert isinstance(start, list) and out is None, "a program overwrites what it is given"
         return run_program(program, start)
+    # A program whose tables are not on the device yet while somebody captures a graph: product by product, unpaired.
     products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
     operations = _OPERATIONS[products, recipe.invariant]
     if recipe.form == "gram":

@@ -164,8 +164,8 @@ class _Writer:
             done = {value for value in _read(product) if last_read[value] == step}
             for value in product.results:
                 over = next((c for c in product.added if c in done and c not in product.operands), None)
-                if over is not None and self._columns[over] == self._columns[value]:
-                    stacks[value] = stacks[over]  # a tile is added to before it is written
+                if over is not None:
+                    stacks[value] = stacks[over]  # of its shape; a tile is added to before it is written
                     done.remove(over)
                 else:
                     place(value)  # before those it reads are let go of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -78,7 +79,8 @@ class Recipe:
         if self.folded:
             return 2.0 * m * m * n + cost.folded_extra(len(self.schedule) - self.restarts[0], 0.0) * m**3
         applied = len(self.restarts) + 1 if self.form == "gram" else len(self.schedule)
-        return 2.0 * m * m * n * applied + (2.0 * m**3 if self.whole else 0.0)
+        last = len(self.schedule) - max(self.restarts, default=0)
+        return 2.0 * m * m * n * applied + (2.0 * m**3 if self.whole and last > 2 else 0.0)
 
     def in_gram_space(self) -> Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
@@ -151,14 +153,13 @@ def choose_recipe(
     kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture)
     symmetric = kernels.products == "triton"
     programs = symmetric and m <= _PROGRAMS_TO and is_available(device, compute, architecture=architecture)
-    way = choose_way(
-        m, n, schedule=schedule, wishes=orthogonalizer, compute=compute, symmetric=symmetric, programs=programs
-    )
+    choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute, symmetric=symmetric)
+    way = choose(programs=programs)
     if way.form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
-    program = None
-    if programs and way.form != "svd":
-        program = write_program(schedule, way)
+    program = write_program(schedule, way) if programs and way.form != "svd" else None
+    if programs and program is None:
+        way = choose(programs=False)  # too long for one launch
     free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(

@@ -86,7 +86,7 @@ def _ways(
     several = len(segments[-1]) > 2  # polynomials in the last product
     if paired and several and wishes.restarts == "auto" and find_pair(segments[-1]) is not None:
         ways.append(Way("gram", (*restarts, len(schedule) - 2), paired=True))
-    ways.append(Way("gram", restarts, whole=programs and several and m < _MIRRORED_FROM, paired=paired))
+    ways.append(Way("gram", restarts, whole=symmetric and several and m < _MIRRORED_FROM, paired=paired))
     if symmetric and can_fold(schedule, restarts, compute):
         ways.append(Way("gram", restarts, folded=True, paired=paired))
     return ways

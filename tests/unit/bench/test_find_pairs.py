@@ -7,6 +7,7 @@ from benchmarks.find_pairs import noise, scaled, shifted, solve, two_steps, valu
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.pairs import find_pair
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch.func itself
 SCHEDULE = resolve_schedule("polar_express", 5)
 CASES = [(SCHEDULE[:2], 1.02, 392.0), (SCHEDULE[3:], 3.6, 59.1)]  # with the noise that the note in pairs.py tells
 

@@ -279,6 +279,11 @@ def test_a_product_tells_of_two_results_and_of_triangles():
         Product(0, 0, 1, 3, False, e=2, second=Second(4, 1.0, 1.0, 0.0, 0.0)),
         Product(0, 1, None, 3, True, half_a=True),
         Product(0, 1, None, 3, False, half_d=True),
+        Product(0, 1, 2, 3, False, e=4),
+        Product(0, 1, None, 3, False, gamma=1.0),
+        Product(0, 1, None, 1, True),
+        Product(0, 0, 1, 3, True, e=2, second=Second(3, 1.0, 1.0, 0.0, 0.0)),
+        Product(0, 0, 1, 3, True, e=2, second=Second(0, 1.0, 1.0, 0.0, 0.0)),
     ],
 )
 def test_what_the_kernel_cannot_do_is_not_launched(wrong):

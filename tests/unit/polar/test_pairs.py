@@ -1,5 +1,6 @@
 """Two steps in four products: exact, no noisier than step by step, and taken only where it is known."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -49,9 +50,10 @@ def test_four_products_have_the_values_of_two_steps(steps, most):
     assert ((evaluated(pair, r) - expected).abs() <= 2e-14 * expected.abs().max()).all()
     for name in pair._fields:  # every factor counts
         terms = getattr(pair, name)
-        for i in range(len(terms.added)):
-            changed = tuple(x * (1 + 1e-6 * (i == j)) for j, x in enumerate(terms.added))
-            wrong = pair._replace(**{name: terms._replace(added=changed)})
+        numbers = [terms.product, *terms.added, terms.identity]
+        for i in range(len(numbers)):
+            product, *added, identity = (x * (1 + 1e-6 * (i == j)) for j, x in enumerate(numbers))
+            wrong = pair._replace(**{name: Terms(product, tuple(added), identity)})
             assert ((evaluated(wrong, r) - expected).abs() > 1e-9 * expected.abs().max()).any()
 
 
@@ -169,26 +171,58 @@ def test_the_folded_form_in_pairs_is_the_standard_form():
     assert torch.linalg.vector_norm(got - expected) <= 1e-3 * torch.linalg.vector_norm(expected)
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-def test_a_segment_takes_one_product_less(steps):
-    class Counting(Paired):
-        products = 0
+class Counting(Paired):
+    """Counts what it is asked for."""
 
-        def combined(self, *arguments):
-            self.products += 1
-            return super().combined(*arguments)
+    def __init__(self):
+        super().__init__()
+        self.asked = Counter()
 
-        def symmetric_product(self, *arguments):
-            self.products += 1
-            return super().symmetric_product(*arguments)
+    def combined(self, left, right, added, wanted):
+        self.asked["combined"] += 1
+        return super().combined(left, right, added, wanted)
 
+    def symmetric_product(self, left, right):
+        self.asked["symmetric_product"] += 1
+        return super().symmetric_product(left, right)
+
+    def apply(self, factor, x, out=None):
+        self.asked["square" if x.shape[-1] == x.shape[-2] else "apply"] += 1
+        return super().apply(factor, x, out)
+
+    def products(self):
+        return self.asked["combined"] + self.asked["symmetric_product"]
+
+
+@pytest.mark.parametrize("segment", [SCHEDULE[:2], SCHEDULE[2:]])
+def test_a_segment_takes_one_product_less(segment):
     gram = torch.bmm(matrices(), matrices().mT)
-    segment = SCHEDULE[:2] if steps == 2 else SCHEDULE[2:]
     plain, paired = Counting(), Counting()
     factor(gram, segment, plain)
     factor(gram, segment, paired, pairs=paired)
-    assert plain.products == 4 * steps - 3
-    assert paired.products == 4 * steps - 4
+    assert plain.products() == 4 * len(segment) - 3
+    assert paired.products() == 4 * len(segment) - 4
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("restarts", "last"), [((2,), 3), ((2, 3), 2)])
+def test_whole_is_the_last_product_of_three_polynomials_and_no_other(pairs, restarts, last):
+    found = {}
+    for whole in (False, True):
+        counting = Counting()
+        how = {"whole": whole, "pairs": counting if pairs else None}
+        gram_newton_schulz(matrices(), schedule=SCHEDULE, restarts=restarts, operations=counting, **how)
+        found[whole] = counting.asked
+    assert found[False]["square"] == 0
+    assert found[True]["square"] == (1 if last > 2 else 0)
+    assert found[True]["symmetric_product"] + found[True]["square"] == found[False]["symmetric_product"]
+
+
+def test_both_segments_of_the_folded_form_are_paired():
+    counting = Counting()
+    x = matrices(32, 128, torch.float32)
+    folded_gram_newton_schulz(x, schedule=SCHEDULE, restarts=(2,), operations=counting, pairs=counting)
+    assert counting.asked["combined"] == 4 + 1 + 4, "a pair; a step, and a pair"
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "power law", "low rank"])

@@ -11,6 +11,8 @@ import torch
 from meshmuon.config import Orthogonalizer
 from meshmuon.kernels import clusters
 from meshmuon.kernels.symmetric_matmul import REST_SCALE
+from meshmuon.polar import cost
+from meshmuon.polar import orthogonalize as entry
 from meshmuon.polar import program as module
 from meshmuon.polar import recipe as recipes
 from meshmuon.polar.coefficients import resolve_schedule
@@ -20,6 +22,7 @@ from meshmuon.polar.operations import TorchOperations, in_halves
 from meshmuon.polar.program import write_program
 from meshmuon.polar.ways import Way
 
+SCHEDULE = resolve_schedule("polar_express", 5)
 WAYS = [
     (5, Way("standard")),
     (4, Way("standard")),
@@ -164,6 +167,44 @@ def test_a_stack_is_used_again_only_when_nobody_reads_it_any_more(steps, way):
     assert holds[program.result] == values.result
 
 
+ODD = (SCHEDULE[0], SCHEDULE[1], SCHEDULE[3], SCHEDULE[4])  # two pairs, and nothing else
+
+
+@pytest.mark.parametrize(
+    ("schedule", "way"),
+    [
+        *((resolve_schedule("polar_express", steps), way) for steps, way in WAYS),
+        (ODD, Way("gram", (2,), paired=True)),
+        (ODD, Way("gram", (2,), folded=True, paired=True)),
+        (ODD, Way("gram", (2,), whole=True, paired=True)),
+    ],
+)
+def test_its_products_are_the_operations_that_are_counted(schedule, way):
+    m, n = 512, 2048
+    program = write_program(schedule, way)
+    sizes = [m if side == "m" else n for side in program.columns]
+    symmetric = whole = 0
+    for product in program.products:
+        inner = sizes[product.a]
+        if product.mirrored:
+            symmetric += m * m * inner
+        else:
+            whole += 2 * m * sizes[product.d] * inner
+    if program.halves is not None:
+        symmetric += m * m * n
+    recipe = replace(choose(m, n), schedule=schedule, **way._asdict(), program=program)
+    assert recipe.flops(m, n) == symmetric + whole
+    assert recipe.whole_flops(m, n) == whole
+
+
+@pytest.mark.parametrize(("steps", "way"), WAYS)
+def test_the_kernel_can_do_all_of_it(steps, way):
+    program = write_program(resolve_schedule("polar_express", steps), way)
+    stacks = [torch.empty(1, 256, 256 if side == "m" else 512, dtype=torch.float16) for side in program.columns]
+    for product in program.products:
+        clusters._described(product, stacks, after=0, last=False)
+
+
 def test_a_program_that_is_too_long_for_a_launch_is_none():
     assert write_program(resolve_schedule("polar_express", 13), Way("standard")) is not None
     assert write_program(resolve_schedule("polar_express", 14), Way("standard")) is None
@@ -183,12 +224,12 @@ def choose(m, n, *, steps=5, invariant=None, **wishes):
     )
 
 
-@pytest.mark.parametrize(("m", "n"), [(768, 768), (768, 3072), (1408, 2048), (2048, 8192)])
+@pytest.mark.parametrize(("m", "n"), [(768, 768), (768, 3072), (1024, 1024), (1408, 2048), (2048, 8192)])
 def test_on_hopper_matrices_go_through_all_products_in_one_launch_and_keep_their_bits(m, n):
     recipe = choose(m, n)
     assert recipe.program is not None
     assert recipe.invariant, "without being asked to"
-    assert recipe.describe().endswith("float16 paired program" if m > 1024 else "float16 cluster program")
+    assert recipe.describe().endswith("float16 paired program" if m >= 1024 else "float16 cluster program")
     assert recipe.workspace_bytes(m, n) == 2 * recipe.program.held(m, n)
     assert copy.deepcopy(recipe).program.products == recipe.program.products
 
@@ -200,6 +241,38 @@ def test_larger_ones_and_longer_programs_do_not():
     assert not choose(768, 768, steps=20).invariant
     assert choose(768, 768, form="svd").program is None
     assert choose(768, 768).in_gram_space().program is None
+
+
+@pytest.mark.parametrize("steps", [12, 14, 16])
+def test_without_a_program_the_way_is_one_without(steps):
+    recipe = choose(1024, 1024, steps=steps)
+    assert recipe.program is None
+    assert not recipe.paired
+    schedule = resolve_schedule("polar_express", steps)
+    costs = [cost.standard_flops(1024, 1024, steps=steps, symmetric=True)]
+    costs.append(cost.gram_flops(1024, 1024, schedule=schedule, restarts=recipe.restarts or (2,), symmetric=True))
+    assert recipe.flops(1024, 1024) <= min(costs) + 1024**3
+
+
+def test_a_cut_matrix_has_no_pairs():
+    for shape in ((768, 1280), (1408, 2048)):
+        plain = choose(*shape).in_gram_space()
+        assert not (plain.paired or plain.whole or plain.folded)
+
+
+def test_what_cannot_run_while_a_graph_is_captured_goes_product_by_product(monkeypatch):
+    asked = []
+
+    def iterate(start, **how):
+        asked.append(how)
+        return start[0]
+
+    monkeypatch.setattr(entry, "can_run", lambda *_: False)
+    monkeypatch.setattr(entry, "gram_newton_schulz", iterate)
+    for shape, whole in (((768, 1280), True), ((1408, 2048), False)):
+        entry._iterate([torch.zeros(1, 16, 16)], choose(*shape))
+        assert asked[-1]["whole"] == whole
+        assert "pairs" not in asked[-1], "no kernel but ours does two steps at once"
 
 
 def test_without_the_kernel_there_is_no_program(monkeypatch):
