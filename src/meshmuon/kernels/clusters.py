@@ -56,7 +56,7 @@ class _Kernel(NamedTuple):
 
 @functools.cache
 def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
-    """The compiled kernel, or why it cannot be had. Compiled on first use, in about a second."""
+    """The compiled kernel, or why it cannot be had. Compiled on first use, in two or three seconds."""
     try:
         source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
         cubin = compile_source(source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
