@@ -16,11 +16,9 @@ from meshmuon.kernels.configs import TileConfig
 from meshmuon.kernels.symmetric_matmul import symmetric_matmul, symmetric_matmul_with
 from meshmuon.polar import program as programs
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
-from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.program import write_program
-from meshmuon.polar.ways import Way
+from meshmuon.polar.ways import Way, evaluate
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -259,11 +257,7 @@ class ByClusters(KernelOperations):
 
 
 def by_form(way, x):
-    if way.form == "standard":
-        return newton_schulz(x, schedule=SCHEDULE, operations=ByClusters())
-    iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
-    pairs = ByClusters() if way.paired else None
-    return iterate(x, schedule=SCHEDULE, restarts=way.restarts, operations=ByClusters(), pairs=pairs)
+    return evaluate(x, way, schedule=SCHEDULE, operations=ByClusters(), pairs=ByClusters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

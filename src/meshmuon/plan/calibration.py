@@ -147,7 +147,7 @@ def _product_calls(recipe: Recipe) -> int:
         return 3 * len(recipe.schedule)
     segments = split_at(recipe.schedule, recipe.restarts)
     small = sum(4 * len(segment) - 3 for segment in segments)
-    return small + (_FOLDED_CALLS if recipe.folded else 2 * len(segments))
+    return small + (_FOLDED_CALLS if recipe.way.folded else 2 * len(segments))
 
 
 def fit(samples: Sequence[Sample], start: Calibration, *, trust: float = 0.03) -> Calibration:

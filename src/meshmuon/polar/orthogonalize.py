@@ -23,12 +23,11 @@ from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.cpu_operations import CpuOperations, count_panels
-from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
 from meshmuon.polar.kernel_operations import KernelOperations
-from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
 from meshmuon.polar.program import can_run, run_program
 from meshmuon.polar.recipe import Recipe, choose_recipe
+from meshmuon.polar.ways import evaluate
 
 # By products, and whether they are batch-invariant: torch's on a GPU are made so by taking one matrix at a time.
 _OPERATIONS: dict[tuple[str, bool], Operations] = {
@@ -223,10 +222,7 @@ def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     # A program whose tables are not on the device yet while somebody captures a graph: product by product, unpaired.
     products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
     operations = _OPERATIONS[products, recipe.invariant]
-    if recipe.form == "gram":
-        iterate = folded_gram_newton_schulz if recipe.folded else partial(gram_newton_schulz, whole=recipe.whole)
-        return iterate(start, schedule=recipe.schedule, restarts=recipe.restarts, operations=operations, out=out)
-    return newton_schulz(start, schedule=recipe.schedule, operations=operations, out=out)
+    return evaluate(start, recipe.way, schedule=recipe.schedule, operations=operations, out=out)
 
 
 def normalised(x: Tensor, *, eps: float) -> Tensor:

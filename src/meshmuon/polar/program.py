@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,11 +22,9 @@ from meshmuon.kernels.clusters import ClusterLaunch
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import whereabouts
 from meshmuon.polar.coefficients import Schedule, Triple
-from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
-from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import Given, taken
 from meshmuon.polar.pairs import Terms
-from meshmuon.polar.ways import Way
+from meshmuon.polar.ways import Way, evaluate
 
 _MOST_BOUND = 256
 Side = Literal["m", "n"]  # columns of a stack: m×m or m×n
@@ -75,12 +73,7 @@ def write_program(schedule: Schedule, way: Way) -> Program | None:
     writer = _Writer()
     operations: Any = writer  # its values are numbers, where others have tensors
     x: Any = writer.x
-    if way.form == "standard":
-        result: Any = newton_schulz(x, schedule=schedule, operations=operations)
-    else:
-        iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
-        pairs = operations if way.paired else None
-        result = iterate(x, schedule=schedule, restarts=way.restarts, operations=operations, pairs=pairs)
+    result: Any = evaluate(x, way, schedule=schedule, operations=operations, pairs=operations)
     program = writer.finish(result)
     fits = len(program.products) <= clusters.MOST_PRODUCTS and len(program.columns) <= clusters.MOST_STACKS
     return program if fits else None

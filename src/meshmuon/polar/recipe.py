@@ -32,32 +32,34 @@ class Recipe:
 
     Attributes:
         schedule: One triple per step.
-        form: How the polynomial is evaluated.
+        way: How the polynomial is evaluated.
         dtype: What the products are computed in.
         input_dtype: What matrices arrive in, here or over a wire: fp32 for an iteration in fp32, else bf16 (fp16 would
             overflow before it is normalised), and fp64 for parameters in fp64.
-        restarts: Where the Gram form starts anew.
         eps: Guards 0/0.
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
-        folded: Whether the Gram form restarts on the Gram matrix alone, and multiplies matrices only at the end.
-        whole: Whether the last product of its polynomials is a whole one. See [Note: whole products] in ways.py.
-        paired: Whether two steps are done at once where that is known. See [Note: pairs] in pairs.py.
         program: All products as one program, for one launch; or None.
     """
 
     schedule: Schedule
-    form: Literal["standard", "gram", "svd"]
+    way: Way
     dtype: torch.dtype
     input_dtype: torch.dtype
-    restarts: tuple[int, ...]
     eps: float
     kernels: Dispatch
     invariant: bool = False
-    folded: bool = False
-    whole: bool = False
-    paired: bool = False
     program: Program | None = None
+
+    @property
+    def form(self) -> Literal["standard", "gram", "svd"]:
+        """Its form."""
+        return self.way.form
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """Where the Gram form starts anew."""
+        return self.way.restarts
 
     @property
     def fused(self) -> bool:
@@ -71,23 +73,21 @@ class Recipe:
 
     def flops(self, m: int, n: int) -> float:
         """Count the operations for one m×n matrix (m <= n)."""
-        way = Way(self.form, self.restarts, folded=self.folded, whole=self.whole, paired=self.paired)
-        return count_flops(m, n, way, schedule=self.schedule, symmetric=self.kernels.products == "triton")
+        return count_flops(m, n, self.way, schedule=self.schedule, symmetric=self.kernels.products == "triton")
 
     def whole_flops(self, m: int, n: int) -> float:
         """Count those of them that are in products no symmetric kernel can take."""
-        if self.folded:
+        if self.way.folded:
             return 2.0 * m * m * n + cost.folded_extra(len(self.schedule) - self.restarts[0], 0.0) * m**3
         applied = len(self.restarts) + 1 if self.form == "gram" else len(self.schedule)
         last = len(self.schedule) - max(self.restarts, default=0)
-        return 2.0 * m * m * n * applied + (2.0 * m**3 if self.whole and last > 2 else 0.0)
+        return 2.0 * m * m * n * applied + (2.0 * m**3 if self.way.whole and last > 2 else 0.0)
 
     def in_gram_space(self) -> Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
         restarts = choose_restarts(self.schedule, self.dtype)
         kernels = replace(self.kernels, products="torch")
-        plain = replace(self, invariant=False, folded=False, whole=False, paired=False, program=None)
-        return replace(plain, form="gram", restarts=restarts, kernels=kernels)
+        return replace(self, way=Way("gram", restarts), kernels=kernels, invariant=False, program=None)
 
     def workspace_bytes(self, m: int, n: int) -> int:
         """Bound the memory for one m×n matrix (m <= n)."""
@@ -102,7 +102,7 @@ class Recipe:
             n,
             **sizes,
             fused=self.fused and not self.one_by_one,  # then the input stays until the last result is there
-            small=held_small(self.schedule, self.restarts, folded=self.folded) if gram else 2,
+            small=held_small(self.schedule, self.restarts, folded=self.way.folded) if gram else 2,
         )
 
     def batch(self, m: int, n: int, device: torch.device) -> int | None:
@@ -111,10 +111,10 @@ class Recipe:
 
     def describe(self) -> str:
         """Say the form, its restarts and the dtype in a few words."""
-        word = "folded" if self.folded else "restart"
+        word = "folded" if self.way.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
         ours = f" {self.kernels.products} kernels" if self.fused else ""
-        program = " paired program" if self.paired else " cluster program"
+        program = " paired program" if self.way.paired else " cluster program"
         kernels = program if self.program else ours
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
@@ -164,7 +164,7 @@ def choose_recipe(
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,
-        **way._asdict(),
+        way=way,
         dtype=compute,
         input_dtype=torch.float64 if dtype == torch.float64 else arrives,
         program=program,

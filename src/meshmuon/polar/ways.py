@@ -12,12 +12,21 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshmuon.config import Orthogonalizer
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
-from meshmuon.polar.gram import can_fold, choose_restarts, split_at
-from meshmuon.polar.pairs import find_pair
+from meshmuon.polar.gram import (
+    can_fold,
+    choose_restarts,
+    folded_gram_newton_schulz,
+    gram_newton_schulz,
+    split_at,
+)
+from meshmuon.polar.newton_schulz import newton_schulz
+from meshmuon.polar.operations import Given, Operations
+from meshmuon.polar.pairs import PairOperations, find_pair
 
 _MIRRORED_FROM = 1280  # the short side from which the last product of polynomials may be mirrored
 # The short side from which two steps at once pay ([Note: pairs] in pairs.py): with 768 rows, adding to a product and
@@ -112,3 +121,32 @@ def count_flops(m: int, n: int, way: Way, *, schedule: Schedule, symmetric: bool
     _, restarts, folded, whole, paired = way
     how = {"folded": folded, "whole": whole, "paired": paired}
     return cost.gram_flops(m, n, schedule=schedule, restarts=restarts, symmetric=symmetric, **how)
+
+
+def evaluate(
+    x: Given,
+    way: Way,
+    *,
+    schedule: Schedule,
+    operations: Operations,
+    out: Tensor | None = None,
+    pairs: PairOperations | None = None,
+) -> Tensor:
+    """Apply the polynomial of a schedule to the singular values of each matrix.
+
+    Args:
+        x: (batch, m, n) with m <= n and singular values at most 1; given away in a list, or kept.
+        way: How; not by an SVD.
+        schedule: One triple per step.
+        operations: How to multiply.
+        out: Where the result goes; None: to a new tensor.
+        pairs: How to do two steps at once, for a way that does; None: step by step.
+
+    Returns:
+        The (batch, m, n) result.
+    """
+    if way.form == "standard":
+        return newton_schulz(x, schedule=schedule, operations=operations, out=out)
+    iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
+    pairs = pairs if way.paired else None
+    return iterate(x, schedule=schedule, restarts=way.restarts, operations=operations, out=out, pairs=pairs)

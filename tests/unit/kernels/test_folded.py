@@ -35,12 +35,12 @@ def off(result, x):
 
 
 def test_long_matrices_are_folded_and_others_are_not():
-    assert recipe(64, 256).folded
+    assert recipe(64, 256).way.folded
     assert recipe(64, 256).describe() == "gram folded 2 float16 triton kernels"
-    assert not recipe(64, 128).folded
-    assert not recipe(64, 64).folded
-    assert not recipe(64, 256, restarts=(2, 4)).folded
-    assert not recipe(64, 256, form="standard").folded
+    assert not recipe(64, 128).way.folded
+    assert not recipe(64, 64).way.folded
+    assert not recipe(64, 256, restarts=(2, 4)).way.folded
+    assert not recipe(64, 256, form="standard").way.folded
 
 
 def test_the_result_follows_the_polynomial():

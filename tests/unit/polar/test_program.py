@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,11 +15,9 @@ from meshmuon.polar import orthogonalize as entry
 from meshmuon.polar import program as module
 from meshmuon.polar import recipe as recipes
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.polar.gram import folded_gram_newton_schulz, gram_newton_schulz
-from meshmuon.polar.newton_schulz import newton_schulz
 from meshmuon.polar.operations import TorchOperations, in_halves
 from meshmuon.polar.program import write_program
-from meshmuon.polar.ways import Way
+from meshmuon.polar.ways import Way, evaluate
 
 SCHEDULE = resolve_schedule("polar_express", 5)
 WAYS = [
@@ -113,11 +110,7 @@ def by_torch(program, x):
 
 
 def by_form(schedule, way, x):
-    if way.form == "standard":
-        return newton_schulz(x, schedule=schedule, operations=Plain())
-    iterate = folded_gram_newton_schulz if way.folded else partial(gram_newton_schulz, whole=way.whole)
-    pairs = Plain() if way.paired else None
-    return iterate(x, schedule=schedule, restarts=way.restarts, operations=Plain(), pairs=pairs)
+    return evaluate(x, way, schedule=schedule, operations=Plain(), pairs=Plain())
 
 
 def matrices():
@@ -192,7 +185,7 @@ def test_its_products_are_the_operations_that_are_counted(schedule, way):
             whole += 2 * m * sizes[product.d] * inner
     if program.halves is not None:
         symmetric += m * m * n
-    recipe = replace(choose(m, n), schedule=schedule, **way._asdict(), program=program)
+    recipe = replace(choose(m, n), schedule=schedule, way=way, program=program)
     assert recipe.flops(m, n) == symmetric + whole
     assert recipe.whole_flops(m, n) == whole
 
@@ -247,7 +240,7 @@ def test_larger_ones_and_longer_programs_do_not():
 def test_without_a_program_the_way_is_one_without(steps):
     recipe = choose(1024, 1024, steps=steps)
     assert recipe.program is None
-    assert not recipe.paired
+    assert not recipe.way.paired
     schedule = resolve_schedule("polar_express", steps)
     costs = [cost.standard_flops(1024, 1024, steps=steps, symmetric=True)]
     costs.append(cost.gram_flops(1024, 1024, schedule=schedule, restarts=recipe.restarts or (2,), symmetric=True))
@@ -257,22 +250,24 @@ def test_without_a_program_the_way_is_one_without(steps):
 def test_a_cut_matrix_has_no_pairs():
     for shape in ((768, 1280), (1408, 2048)):
         plain = choose(*shape).in_gram_space()
-        assert not (plain.paired or plain.whole or plain.folded)
+        assert plain.way == Way("gram", plain.restarts)
 
 
 def test_what_cannot_run_while_a_graph_is_captured_goes_product_by_product(monkeypatch):
     asked = []
 
-    def iterate(start, **how):
-        asked.append(how)
+    def evaluate(start, way, **how):
+        asked.append((way, how))
         return start[0]
 
     monkeypatch.setattr(entry, "can_run", lambda *_: False)
-    monkeypatch.setattr(entry, "gram_newton_schulz", iterate)
-    for shape, whole in (((768, 1280), True), ((1408, 2048), False)):
-        entry._iterate([torch.zeros(1, 16, 16)], choose(*shape))
-        assert asked[-1]["whole"] == whole
-        assert "pairs" not in asked[-1], "no kernel but ours does two steps at once"
+    monkeypatch.setattr(entry, "evaluate", evaluate)
+    for shape in ((768, 1280), (1408, 2048)):
+        recipe = choose(*shape)
+        entry._iterate([torch.zeros(1, 16, 16)], recipe)
+        way, how = asked[-1]
+        assert way == recipe.way
+        assert "pairs" not in how, "no kernel but ours does two steps at once"
 
 
 def test_without_the_kernel_there_is_no_program(monkeypatch):
