@@ -2,12 +2,14 @@
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from meshmuon import Muon, NonFiniteGradientWarning, Orthogonalizer, orthogonalize
+from meshmuon.kernels import launching
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.testing import ReferenceMuon, plain_newton_schulz
 
@@ -75,6 +77,22 @@ def test_a_step_never_waits_for_the_device():
         opt.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_first_step_compiles_what_all_others_need():
+    shapes = [(256, 256), (256, 1024), (1024, 256), (100, 72), (384, 640)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    with mock.patch.dict(launching._compiled, clear=True):
+        opt = Muon(params)
+        before = set(launching._compiled)
+        assert before, "kernels are checked when the optimizer is made"
+        compiled = []
+        for step in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param) * (step + 1)
+            opt.step()
+            compiled.append(set(launching._compiled))
+        assert compiled[0] == compiled[1] == compiled[2]
 
 
 def test_a_non_finite_gradient_changes_nothing_and_is_reported_later():

@@ -28,7 +28,7 @@ from meshmuon.exchange.peers import Peers
 from meshmuon.exchange.report import ELSEWHERE, Report
 from meshmuon.exchange.status import Limits, Row, Watched, number_of, status, unusable
 from meshmuon.kernels.peaks import PeakFinder
-from meshmuon.kernels.self_check import check_peaks
+from meshmuon.kernels.self_check import check_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,9 @@ class Agreement:
         report = self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device, fused=fused)
         if at_once:
             self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
-            return Verdict(go=self._account(report, watched, peers), present=report.present)
+            # A flag that is known already: so that the first step runs, and compiles, the same kernels as all others.
+            flag = None if device.type == "cpu" or self._policy == "raise" else report.go()
+            return Verdict(go=self._account(report, watched, peers), flag=flag, present=report.present)
         self._on_their_way.append(report.sent())
         return Verdict(go=True, flag=report.go(), present=report.present)
 
@@ -117,7 +119,7 @@ class Agreement:
         if self._policy != "ignore":
             finder = self._finder if fused else None
             if fused:
-                check_peaks(device)
+                check_alone("peaks", device)
             bad = unusable(watched, self._limits.on(device, watched), unscale, finder=finder)
         else:
             bad = torch.zeros(len(watched), dtype=torch.bool, device=device)

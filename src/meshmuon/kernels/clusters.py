@@ -16,6 +16,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import resources
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from meshmuon.errors import message, warn_user
 from meshmuon.kernels.agenda import TILE, Product, Result, Second, list_pairs, tiles_before
 from meshmuon.kernels.availability import is_interpreted, launching_on
 from meshmuon.kernels.configs import Architecture
-from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_source, describe_stack
+from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_once, describe_stack
 
 STEP = 64  # numbers of the inner dimension at a time
 _THREADS = 384
@@ -54,12 +55,33 @@ class _Kernel(NamedTuple):
     clusters: int  # that run side by side
 
 
+def begin_to_compile(device: torch.device, dtype: torch.dtype) -> None:
+    """Have the kernel compiled in the background, while Triton compiles the others. Returns at once.
+
+    Args:
+        device: Where it will run, if it can.
+        dtype: Of the operands.
+    """
+    if not _impossible(device, dtype):
+        _machine_code(dtype)
+
+
+@functools.cache
+def _machine_code(dtype: torch.dtype) -> Future[bytes]:
+    """What it is compiled to, in three to four seconds of another thread the first time on a machine."""
+    source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
+    thread = ThreadPoolExecutor(max_workers=1)
+    try:
+        return thread.submit(compile_once, source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
+    finally:
+        thread.shutdown(wait=False)
+
+
 @functools.cache
 def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
-    """The compiled kernel, or why it cannot be had. Compiled on first use, in two or three seconds."""
+    """The compiled kernel, or why it cannot be had."""
     try:
-        source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
-        cubin = compile_source(source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
+        cubin = _machine_code(dtype).result()
         with launching_on(device):
             function = Function(cubin, "run_program", shared_bytes=_SHARED_BYTES)
             clusters = function.clusters_at_once(2, _THREADS)

@@ -5,8 +5,10 @@ Only what `clusters` needs, over ctypes: compile, load, describe a tensor to the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +54,36 @@ def compile_source(source: str, *, architecture: str, options: Sequence[str] = (
         return _answer(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def compile_once(source: str, *, architecture: str, options: Sequence[str] = ()) -> bytes:
+    """Compile to machine code, or find what another process compiled: it is kept where Triton keeps its own.
+
+    Args:
+        source: As for `compile_source`.
+        architecture: As for `compile_source`.
+        options: As for `compile_source`.
+
+    Returns:
+        The machine code.
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _expect(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "NVRTC")
+    told = repr((source, architecture, tuple(options), major.value, minor.value))
+    name = "meshmuon.cubin"
+    try:
+        kept = get_cache_manager(hashlib.sha256(told.encode()).hexdigest())
+        path = kept.get_file(name)
+        if path is not None:
+            return Path(path).read_bytes()
+    except (OSError, RuntimeError):  # no place to keep it
+        return compile_source(source, architecture=architecture, options=options)
+    cubin = compile_source(source, architecture=architecture, options=options)
+    with contextlib.suppress(OSError):  # the next process compiles again
+        kept.put(cubin, name)
+    return cubin
 
 
 def _answer(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:

@@ -7,6 +7,8 @@ torch's separate kernels do. Where torch's own kernel contracts (lerp), `tl.fma`
 summed on the way in or from a gathered stack. Adding and subtracting 2^(s+12), with 2^s above the largest square of the
 tile, rounds every square to one grid, coarse enough that the sum of 4096 of them is exact in fp64: the order
 no longer matters. The grid is 2^-40 of the largest square. Tiles are then added by one program, in a fixed order.
+
+Sizes that addresses and masks do not depend on are not specialized on, so that one compilation serves all shapes.
 """
 
 # Triton reads annotations as code, and knows none but constexpr.
@@ -100,7 +102,7 @@ def _turned(tile, turned):
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def momentum_kernel(
     table,
     inputs,
@@ -153,7 +155,7 @@ def momentum_kernel(
         tl.store(partials + tl.load(entry + 17) + number, sum_of_squares(wanted.to(tl.float32)), mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def apply_kernel(
     table,
     directions,
@@ -194,7 +196,7 @@ def apply_kernel(
     tl.store(params, param.to(PARAM), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "n", "tiles", "across"])
 def measure_kernel(x, partials, strides, m, n, tiles, across, TILE: tl.constexpr):
     """Sum the squares of every tile of a stack: the numbers `momentum_kernel` writes for matrices that lie here."""
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
@@ -208,7 +210,7 @@ def measure_kernel(x, partials, strides, m, n, tiles, across, TILE: tl.constexpr
     tl.store(partials + tl.program_id(0), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def norm_kernel(partials, norms, tiles, CHUNK: tl.constexpr):
     """Add the tiles of one matrix; write 2^-e and 2^e / norm: safe in fp32 for any fp32 matrix. Zero has norm 1."""
     matrix = tl.program_id(0).to(tl.int64)
@@ -224,7 +226,7 @@ def norm_kernel(partials, norms, tiles, CHUNK: tl.constexpr):
     tl.store(norms + 2 * matrix + 1, tl.where(norm > 0, 1.0 / (norm * power), 1.0).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "across"])
 def normalise_kernel(
     x,
     out,
@@ -253,7 +255,7 @@ def normalise_kernel(
     tl.store(there, result.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def peak_kernel(
     owners, spans, addresses, bits, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,

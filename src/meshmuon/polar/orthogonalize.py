@@ -19,7 +19,7 @@ from meshmuon.config import DTypeChoice, Form, Orthogonalizer
 from meshmuon.errors import message
 from meshmuon.kernels import elementwise
 from meshmuon.kernels.crew import share
-from meshmuon.kernels.self_check import check_kernels
+from meshmuon.kernels.self_check import check_alone, check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.cpu_operations import CpuOperations, count_panels
@@ -206,7 +206,10 @@ def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *
     """The same entry by fused kernels: padded, divided by the norm, rounded to the dtype of the products."""
     batch, m, n = x.shape
     check_kernels(x.device, recipe.dtype)
-    norms = elementwise.find_norms(elementwise.measure(x) if partials is None else partials, batch=batch)
+    if partials is None:
+        check_alone("measure", x.device)
+        partials = elementwise.measure(x)
+    norms = elementwise.find_norms(partials, batch=batch)
     in_place = consume and x.is_contiguous() and x.dtype.itemsize == recipe.dtype.itemsize
     if in_place and (m, n) == (cost.padded(m), cost.padded(n)):
         return elementwise.normalise(x, norms, out=x.view(recipe.dtype))

@@ -12,6 +12,7 @@ from meshmuon.config import Orthogonalizer
 from meshmuon.kernels.clusters import is_available
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
+from meshmuon.kernels.self_check import check_kernels_ahead
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import choose_restarts, held_small
@@ -151,6 +152,8 @@ def choose_recipe(
     compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
     orthogonalizer.check_steps(len(schedule))
     kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture)
+    if kernels.fused and architecture is None:
+        check_kernels_ahead(device, compute)
     symmetric = kernels.products == "triton"
     programs = symmetric and m <= _PROGRAMS_TO and is_available(device, compute, architecture=architecture)
     choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute, symmetric=symmetric)

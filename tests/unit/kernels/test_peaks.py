@@ -73,7 +73,7 @@ def test_a_wrong_kernel_is_refused_before_its_answer_counts():
     param = torch.nn.Parameter(random(32, 48))
     optimizer = Muon([param], lr=0.1, orthogonalizer=Orthogonalizer(kernels="triton", dtype="float16"))
     param.grad, before = random(32, 48), param.detach().clone()
-    self_check.check_peaks.cache_clear()
+    self_check.check_alone.cache_clear()
     wrong = mock.patch.object(peaks, "launch", side_effect=lambda *given, **options: None)
     with wrong, pytest.raises(RuntimeError, match="kernel peaks"):
         optimizer.step()
