@@ -2,11 +2,13 @@
 
 import importlib.util
 import math
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from meshmuon.kernels import elementwise
+from meshmuon.kernels import elementwise, few_tiles
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
@@ -19,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
 ]
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SIDES = [8, 136, 768, 1000, 1408, 2048, 4097]
 BOUND = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
@@ -158,6 +161,57 @@ def test_every_configuration_of_the_table_runs():
 
 def padded(size):
     return -(-size // 16) * 16
+
+
+FEW = [(1, 40, 72), (2, 144, 208), (1, 256, 256), (132, 64, 64), (3, 512, 512), (4, 512, 1000), (1, 1000, 264)]
+FEW += [(1, 1024, 1024), (1, 1032, 520), (1, 1408, 64), (1, 1496, 320), (1, 1536, 1536), (2, 1400, 72), (1, 1912, 2048)]
+
+
+@pytest.mark.skipif(not HOPPER, reason="few_tiles.cu is for Hopper")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_few_tiles_have_the_bits_of_many(shape, dtype):
+    """Every size of tiles, single and paired, at edges, with everything that can be added; memory is full of NaN."""
+    few = TileConfig(128, 64, 4, 3, tensor_memory=True, few=True)
+    plain = replace(few, few=False)
+    x = random(*shape, dtype=dtype, scale=shape[-1] ** -0.5)
+    for same in (True, False):
+        assert few_tiles.can_run(x.device, dtype, batch=shape[0], m=shape[1], same=same) or not same
+        b = None if same else x.clone()
+        expected = symmetric_matmul_with(plain, x, b)
+        for terms in ({}, {"alpha": 1.5, "beta": -2.5, "c": expected, "gamma": 3.0}):
+            out = torch.full_like(expected, float("nan"))
+            with mock.patch.object(few_tiles, "FewLaunch", wraps=few_tiles.FewLaunch) as launched:
+                symmetric_matmul_with(few, x, b, out=out, **terms)
+            assert launched.called == few_tiles.can_run(x.device, dtype, batch=shape[0], m=shape[1], same=same)
+            assert torch.equal(out, symmetric_matmul_with(plain, x, b, **terms))
+            assert torch.equal(out, out.mT)
+
+
+@pytest.mark.skipif(not HOPPER, reason="few_tiles.cu is for Hopper")
+def test_few_tiles_follow_each_other_in_a_graph():
+    """Each product reads what the one before it wrote: they may begin early, and have to wait."""
+    x = random(1, 1024, 1024, dtype=torch.float16, scale=1 / 64)
+    stacks = [x, torch.empty_like(x), torch.empty_like(x)]
+
+    def chain():
+        for i in range(30):
+            symmetric_matmul(stacks[i and 1 + i % 2], out=stacks[1 + (i + 1) % 2], alpha=0.5, gamma=0.25)
+
+    chain()
+    expected = stacks[1].clone(), stacks[2].clone()
+    assert all(torch.isfinite(each).all() and each.any() for each in expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        stacks[1].fill_(float("nan")), stacks[2].fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(stacks[1:], expected, strict=True))
+    plain = TileConfig(128, 64, 4, 3, tensor_memory=True)
+    for i in range(30):
+        symmetric_matmul_with(plain, stacks[i and 1 + i % 2], out=stacks[1 + (i + 1) % 2], alpha=0.5, gamma=0.25)
+    assert all(torch.equal(a, b) for a, b in zip(stacks[1:], expected, strict=True)), "as by other tiles"
 
 
 def bucket(shapes, *, param=torch.float32, buffer=torch.float32, grad=torch.float32):

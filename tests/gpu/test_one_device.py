@@ -10,6 +10,7 @@ from torch import nn
 
 from meshmuon import Muon, NonFiniteGradientWarning, Orthogonalizer, orthogonalize
 from meshmuon.kernels import launching
+from meshmuon.kernels.self_check import check_kernels
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.testing import ReferenceMuon, plain_newton_schulz
 
@@ -82,6 +83,7 @@ def test_a_step_never_waits_for_the_device():
 def test_the_first_step_compiles_what_all_others_need():
     shapes = [(256, 256), (256, 1024), (1024, 256), (100, 72), (384, 640)]
     params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    check_kernels.cache_clear()
     with mock.patch.dict(launching._compiled, clear=True):
         opt = Muon(params)
         before = set(launching._compiled)

@@ -16,27 +16,22 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import resources
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshmuon.errors import message, warn_user
 from meshmuon.kernels.agenda import TILE, Product, Result, Second, list_pairs, tiles_before
-from meshmuon.kernels.availability import is_interpreted, launching_on
+from meshmuon.kernels.availability import launching_on
 from meshmuon.kernels.configs import Architecture
-from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, compile_once, describe_stack
+from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, describe_stack
+from meshmuon.kernels.hopper import DTYPES, load_kernel, machine_code, why_impossible
 
 STEP = 64  # numbers of the inner dimension at a time
 _THREADS = 384
 # The ring and its barriers, staging memory, what is sent to all warps and its barriers, progress.
 _SHARED_BYTES = 6 * (2 * TILE * STEP * 2 + 2 * 8) + 4 * STEP * STEP * 2 + 4 * (16 + 2 * 8) + 8
 MOST_STACKS, MOST_PRODUCTS = 12, 39  # as in clusters.cu: all arguments take 4 KB, the most that older drivers pass
-_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-
-
 _Key = tuple[torch.device, torch.dtype, int, tuple[Result, ...]]
 _tables: dict[_Key, Tensor] = {}  # kept: there are few shapes, and graphs know addresses
 _lock = threading.Lock()
@@ -55,6 +50,21 @@ class _Kernel(NamedTuple):
     clusters: int  # that run side by side
 
 
+@functools.cache
+def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
+    """The compiled kernel, or why it cannot be had."""
+    return load_kernel("clusters.cu", dtype, load=functools.partial(_load, device))
+
+
+def _load(device: torch.device, cubin: bytes) -> _Kernel:
+    with launching_on(device):
+        function = Function(cubin, "run_program", shared_bytes=_SHARED_BYTES)
+        clusters = function.clusters_at_once(2, _THREADS)
+    if clusters < 1:
+        raise RuntimeError("not one cluster fits on this device")
+    return _Kernel(function, clusters)
+
+
 def begin_to_compile(device: torch.device, dtype: torch.dtype) -> None:
     """Have the kernel compiled in the background, while Triton compiles the others. Returns at once.
 
@@ -62,37 +72,8 @@ def begin_to_compile(device: torch.device, dtype: torch.dtype) -> None:
         device: Where it will run, if it can.
         dtype: Of the operands.
     """
-    if not _impossible(device, dtype):
-        _machine_code(dtype)
-
-
-@functools.cache
-def _machine_code(dtype: torch.dtype) -> Future[bytes]:
-    """What it is compiled to, in three to four seconds of another thread the first time on a machine."""
-    source = resources.files("meshmuon.kernels").joinpath("clusters.cu").read_text(encoding="utf-8")
-    thread = ThreadPoolExecutor(max_workers=1)
-    try:
-        return thread.submit(compile_once, source, architecture="sm_90a", options=[f'-DELEMENT="{_NAMES[dtype]}"'])
-    finally:
-        thread.shutdown(wait=False)
-
-
-@functools.cache
-def _kernel(device: torch.device, dtype: torch.dtype) -> _Kernel | str:
-    """The compiled kernel, or why it cannot be had."""
-    try:
-        cubin = _machine_code(dtype).result()
-        with launching_on(device):
-            function = Function(cubin, "run_program", shared_bytes=_SHARED_BYTES)
-            clusters = function.clusters_at_once(2, _THREADS)
-        if clusters < 1:
-            raise RuntimeError("not one cluster fits on this device")
-        return _Kernel(function, clusters)
-    except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
-        found = f"{type(error).__name__}: {error}"
-        do = "Triton's kernel and cuBLAS are used instead, up to 20 % slower. Install torch with its CUDA packages"
-        warn_user(message("products by clusters", found=found, do=do))
-        return found
+    if not why_impossible(device, dtype):
+        machine_code("clusters.cu", dtype)
 
 
 def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tuple[Result, ...]) -> bool:
@@ -107,7 +88,7 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tu
     Returns:
         Whether. Not while a CUDA graph is captured that would be the first to ask: then nothing may be uploaded.
     """
-    if _impossible(device, dtype):
+    if why_impossible(device, dtype):
         return False
     known = (device, dtype, batch, results) in _tables
     return (known or not torch.cuda.is_current_stream_capturing()) and is_available(device, dtype)
@@ -125,8 +106,8 @@ def is_available(device: torch.device, dtype: torch.dtype, *, architecture: Arch
         Whether.
     """
     if architecture is not None:
-        return architecture == "hopper" and dtype in _NAMES
-    return not _impossible(device, dtype) and not isinstance(_kernel(device, dtype), str)
+        return architecture == "hopper" and dtype in DTYPES
+    return not why_impossible(device, dtype) and not isinstance(_kernel(device, dtype), str)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
@@ -139,22 +120,11 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     Returns:
         A few words.
     """
-    reason = _impossible(device, dtype)
+    reason = why_impossible(device, dtype)
     kernel = reason or _kernel(device, dtype)
     if isinstance(kernel, str):
         return f"products stay with Triton and cuBLAS: {kernel}"
     return f"products run in {kernel.clusters} clusters at a time"
-
-
-def _impossible(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cuda" or not torch.cuda.is_available() or is_interpreted() or not _is_hopper(device):
-        return "not on a Hopper GPU"
-    return "" if dtype in _NAMES else f"products in {dtype}"
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class _Terms(ctypes.Structure):

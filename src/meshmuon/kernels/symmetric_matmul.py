@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.errors import message
-from meshmuon.kernels import clusters
+from meshmuon.kernels import clusters, few_tiles
 from meshmuon.kernels.agenda import Product, Result
 from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
@@ -78,7 +78,7 @@ def symmetric_matmul(
     if result.numel() == 0:
         return result
     batch, (m, k) = a.shape[0] if a.ndim == 3 else 1, a.shape[-2:]
-    config = choose_config(architecture_of(a.device), batch, m, k, a.dtype)
+    config = choose_config(architecture_of(a.device), batch, m, k, a.dtype, rest=rest is not None)
     stacks = _stacks(a, b, c, result, rest)
     launch = _bind(config, stacks)
     launch(float(alpha), float(beta), float(gamma))
@@ -131,6 +131,8 @@ def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
     if not _uses_tma(config, stacks):
         return partial(_launch_pointers, config, *stacks)
     batch, m, _ = a.shape
+    if config.few and rest is None and few_tiles.can_run(a.device, a.dtype, batch=batch, m=m, same=b is None):
+        return few_tiles.FewLaunch(a, b, c, d).scaled
     result = Result(m, m, mirrored=True)
     if config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, results=(result,)):
         return _in_clusters(a, b, c, d)

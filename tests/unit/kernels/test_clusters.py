@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshmuon.kernels import agenda, clusters, cuda
+from meshmuon.kernels import agenda, clusters, cuda, hopper
 from meshmuon.kernels.agenda import (
     Item,
     Product,
@@ -123,12 +123,17 @@ def test_sets_are_of_one_size(batch, least, sizes):
     assert [matrix for one in sets for matrix in one] == list(range(batch))
 
 
+LONG = ((24, 768, 3072), (16, 512, 2048), (8, 2048, 8192), (4, 2048, 8192), (3, 4096, 14336), (24, 896, 4864))
+
+
 def test_only_large_products_on_hopper_go_to_clusters():
     for shape in ((48, 1408, 1408), (12, 2048, 2048), (4, 4096, 4096), (3, 4096, 4096), (8, 2048, 8192)):
         assert choose_config("hopper", *shape, torch.float16).clusters
     assert not choose_config("hopper", 1, 1024, 1024, torch.float16).clusters
     few, more = (choose_config("hopper", 1, m, m, torch.float16) for m in (896, 1024))
     assert few.early and not more.early, "fewer tiles of 64x64 than multiprocessors"
+    with_rest = {choose_config("hopper", *shape, torch.float16, rest=True) for shape in LONG}
+    assert len(with_rest) == 1 < len({choose_config("hopper", *shape, torch.float16) for shape in LONG}), "one kernel"
     assert not choose_config("hopper", 8, 2048, 8192, torch.float32).clusters
     for architecture in ("blackwell", "ampere", "rocm", "other"):
         assert not choose_config(architecture, 8, 2048, 8192, torch.float16).clusters
@@ -143,10 +148,10 @@ def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(m
         raise OSError("libnvrtc.so.99 was not found")
 
     monkeypatch.setattr(cuda, "_nvrtc", missing)
-    clusters._kernel.cache_clear(), clusters._machine_code.cache_clear()
-    with pytest.warns(UserWarning, match=r"libnvrtc.so.99 was not found.*cuBLAS are used"):
+    clusters._kernel.cache_clear(), hopper.machine_code.cache_clear()
+    with pytest.warns(UserWarning, match=r"clusters.cu.*libnvrtc.so.99 was not found.*cuBLAS are used"):
         assert clusters._kernel(torch.device("cuda", 0), torch.float16) == "OSError: libnvrtc.so.99 was not found"
-    clusters._kernel.cache_clear(), clusters._machine_code.cache_clear()
+    clusters._kernel.cache_clear(), hopper.machine_code.cache_clear()
 
 
 class Compiler:
@@ -190,16 +195,16 @@ def test_it_is_compiled_in_the_background_and_only_where_it_runs():
         may_end.wait(60)
         return source.encode()
 
-    clusters._machine_code.cache_clear()
-    with mock.patch.object(clusters, "compile_once", compile_once):
+    hopper.machine_code.cache_clear()
+    with mock.patch.object(hopper, "compile_once", compile_once):
         clusters.begin_to_compile(torch.device("cpu"), torch.float16)
         assert not asked.is_set()
-        with mock.patch.object(clusters, "_impossible", return_value=""):
+        with mock.patch.object(clusters, "why_impossible", return_value=""):
             clusters.begin_to_compile(torch.device("cuda", 0), torch.float16)  # returns, though it cannot be done
         assert asked.wait(60)
         may_end.set()
-        assert b"run_program" in clusters._machine_code(torch.float16).result(60)
-    clusters._machine_code.cache_clear()
+        assert b"run_program" in hopper.machine_code("clusters.cu", torch.float16).result(60)
+    hopper.machine_code.cache_clear()
 
 
 def test_a_kernel_may_begin_while_the_one_before_still_runs():

@@ -1,0 +1,82 @@
+"""The kernels for Hopper that are written in CUDA C++: where they run, and how they come there.
+
+NVRTC compiles them on first use, hopper.cuh before each of them, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import resources
+from typing import Literal, TypeVar
+
+import torch
+
+from meshmuon.errors import message, warn_user
+from meshmuon.kernels.availability import is_interpreted
+from meshmuon.kernels.cuda import compile_once
+
+Source = Literal["clusters.cu", "few_tiles.cu"]
+Kernel = TypeVar("Kernel")
+DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def why_impossible(device: torch.device, dtype: torch.dtype) -> str:
+    """Say why they cannot run somewhere.
+
+    Args:
+        device: Where.
+        dtype: Of the operands.
+
+    Returns:
+        The reason; empty if they can.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or is_interpreted() or not _is_hopper(device):
+        return "not on a Hopper GPU"
+    return "" if dtype in DTYPES else f"products in {dtype}"
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def machine_code(source: Source, dtype: torch.dtype) -> Future[bytes]:
+    """Have a kernel compiled in the background: it takes seconds, the first time on a machine.
+
+    Args:
+        source: Its file.
+        dtype: Of the operands.
+
+    Returns:
+        What it will be compiled to.
+    """
+    folder = resources.files("meshmuon.kernels")
+    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cuh", source))
+    thread = ThreadPoolExecutor(max_workers=1)
+    try:
+        return thread.submit(compile_once, text, architecture="sm_90a", options=[f'-DELEMENT="{DTYPES[dtype]}"'])
+    finally:
+        thread.shutdown(wait=False)
+
+
+def load_kernel(source: Source, dtype: torch.dtype, *, load: Callable[[bytes], Kernel]) -> Kernel | str:
+    """Load a kernel onto a device, or warn that it cannot be had.
+
+    Args:
+        source: Its file.
+        dtype: Of the operands.
+        load: Given its machine code, loads it.
+
+    Returns:
+        What was loaded, or why it was not.
+    """
+    try:
+        return load(machine_code(source, dtype).result())
+    except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
+        found = f"{type(error).__name__}: {error}"
+        do = "Triton's kernel and cuBLAS are used instead, up to 20 % slower. Install torch with its CUDA packages"
+        warn_user(message(f"the kernel {source}", found=found, do=do))
+        return found
