@@ -329,7 +329,7 @@ def test_what_cannot_run_now_is_asked_again_until_it_has_run(monkeypatch):
 
 def test_nothing_is_compiled_while_a_graph_is_captured(monkeypatch):
     asked = []
-    monkeypatch.setattr(clusters, "_impossible", lambda *_: "")
+    monkeypatch.setattr(clusters, "why_impossible", lambda *_: "")
     monkeypatch.setattr(clusters, "is_available", lambda *_: asked.append(1) or True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     results = (clusters.Result(768, 768, True),)
