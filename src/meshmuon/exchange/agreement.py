@@ -33,7 +33,7 @@ from meshmuon.kernels.self_check import check_alone
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to go on: known on the host (`flag` is None), or decided by the device.
+    """Whether to go on: as far as the host knows (`go`), and as the device has decided (`flag`, if it has).
 
     `present` tells for each parameter whether any rank has a gradient; None where each rank has its own answer.
     """

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshmuon._compat import let_threads_finish_at_exit
+
 
 def world_size() -> int:
     """Give the number of processes of this job; 1 if torch.distributed is not in use."""
@@ -26,6 +28,8 @@ class Groups:
     """The process groups of an optimizer, by their (ascending) global ranks."""
 
     def __init__(self) -> None:
+        if world_size() > 1:
+            let_threads_finish_at_exit()
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def know(self, groups: dict[tuple[int, ...], Any]) -> None:

@@ -74,7 +74,8 @@ _HOPPER_SMS = 132
 _FLOAT32 = TileConfig(block=64, block_k=32, warps=4, stages=2)
 _TABLE: dict[Architecture, tuple[Row, ...]] = {
     # Measured on an H200 (132 SMs, two programs of 128×128 with three stages on each). Up to about one tile per SM,
-    # smaller tiles fill the device better; if there are fewer of those than SMs, longer steps and an early start count.
+    # smaller tiles fill the device better; if there are fewer of those than SMs, longer steps and an early start count
+    # (where few_tiles.py cannot run). Batches of small matrices have too little k for more than two stages.
     # Few large tiles with a long k are best one on each SM. A fourth stage costs the second program: it pays where k is
     # long, or where an odd number of rounds would leave the second program of the last one without a tile.
     "hopper": (

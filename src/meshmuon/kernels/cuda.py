@@ -1,6 +1,6 @@
 """CUDA C++ kernels without a compiler on the machine: NVRTC comes with torch, and the driver with the GPU.
 
-Only what `clusters` needs, over ctypes: compile, load, describe a tensor to the copy engine (TMA), launch.
+Only what the kernels for Hopper need, over ctypes: compile, load, describe a tensor to the copy engine (TMA), launch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_LANGUAGE = "--std=c++17"
+_DIGEST_BYTES = 32
 _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
@@ -45,7 +47,7 @@ def compile_source(source: str, *, architecture: str, options: Sequence[str] = (
     library = _nvrtc()
     program = ctypes.c_void_p()
     _expect(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"meshmuon.cu", 0, None, None), "NVRTC")
-    given = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
+    given = [f"--gpu-architecture={architecture}", _LANGUAGE, *options]
     try:
         code = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*map(str.encode, given)))
         log = _answer(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
@@ -71,18 +73,17 @@ def compile_once(source: str, *, architecture: str, options: Sequence[str] = ())
 
     major, minor = ctypes.c_int(), ctypes.c_int()
     _expect(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "NVRTC")
-    told = repr((source, architecture, tuple(options), major.value, minor.value))
-    name = "meshmuon.cubin"
-    try:
-        kept = get_cache_manager(hashlib.sha256(told.encode()).hexdigest())
-        path = kept.get_file(name)
-        if path is not None:
-            return Path(path).read_bytes()
-    except (OSError, RuntimeError):  # no place to keep it
-        return compile_source(source, architecture=architecture, options=options)
+    told = repr((source, architecture, _LANGUAGE, tuple(options), major.value, minor.value))
+    key, name = hashlib.sha256(told.encode()).hexdigest(), "meshmuon.cubin"
+    with contextlib.suppress(Exception):  # a user's cache can be anything, and it can do without
+        path = get_cache_manager(key).get_file(name)
+        kept = b"" if path is None else Path(path).read_bytes()
+        digest, cubin = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if digest == hashlib.sha256(cubin).digest():  # a full disk can leave half a file
+            return cubin
     cubin = compile_source(source, architecture=architecture, options=options)
-    with contextlib.suppress(OSError):  # the next process compiles again
-        kept.put(cubin, name)
+    with contextlib.suppress(Exception):
+        get_cache_manager(key).put(hashlib.sha256(cubin).digest() + cubin, name)
     return cubin
 
 

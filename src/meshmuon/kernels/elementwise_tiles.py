@@ -8,7 +8,7 @@ summed on the way in or from a gathered stack. Adding and subtracting 2^(s+12), 
 tile, rounds every square to one grid, coarse enough that the sum of 4096 of them is exact in fp64: the order
 no longer matters. The grid is 2^-40 of the largest square. Tiles are then added by one program, in a fixed order.
 
-Sizes that addresses and masks do not depend on are not specialized on, so that one compilation serves all shapes.
+Numbers of tiles, and sizes where they cost nothing, are not specialized on: one compilation serves (nearly) all shapes.
 """
 
 # Triton reads annotations as code, and knows none but constexpr.

@@ -126,8 +126,9 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, m: int, sam
 
 @functools.cache
 def _kernels(device: torch.device, dtype: torch.dtype) -> dict[Cut, Function] | str:
+    loaded = load_kernel("few_tiles.cu", dtype, load=functools.partial(_load, device))
     _loaded.add((device, dtype))
-    return load_kernel("few_tiles.cu", dtype, load=functools.partial(_load, device))
+    return loaded
 
 
 def _load(device: torch.device, cubin: bytes) -> dict[Cut, Function]:

@@ -53,13 +53,21 @@ def machine_code(source: Source, dtype: torch.dtype) -> Future[bytes]:
     Returns:
         What it will be compiled to.
     """
-    folder = resources.files("meshmuon.kernels")
-    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cuh", source))
     thread = ThreadPoolExecutor(max_workers=1)
     try:
-        return thread.submit(compile_once, text, architecture="sm_90a", options=[f'-DELEMENT="{DTYPES[dtype]}"'])
+        return thread.submit(_compile, source, DTYPES[dtype])
+    except RuntimeError as error:  # the machine has no more threads
+        failed: Future[bytes] = Future()
+        failed.set_exception(error)
+        return failed
     finally:
         thread.shutdown(wait=False)
+
+
+def _compile(source: Source, element: str) -> bytes:
+    folder = resources.files("meshmuon.kernels")
+    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cuh", source))
+    return compile_once(text, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
 
 
 def load_kernel(source: Source, dtype: torch.dtype, *, load: Callable[[bytes], Kernel]) -> Kernel | str:
@@ -77,6 +85,6 @@ def load_kernel(source: Source, dtype: torch.dtype, *, load: Callable[[bytes], K
         return load(machine_code(source, dtype).result())
     except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
         found = f"{type(error).__name__}: {error}"
-        do = "Triton's kernel and cuBLAS are used instead, up to 20 % slower. Install torch with its CUDA packages"
+        do = "Triton's kernel and cuBLAS are used instead, and are slower. Install torch with its CUDA packages"
         warn_user(message(f"the kernel {source}", found=found, do=do))
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +13,17 @@ from torch.nn import functional
 from meshmuon.errors import message
 from meshmuon.kernels import clusters, elementwise
 from meshmuon.kernels.agenda import Product, Result
+from meshmuon.kernels.hopper import why_impossible
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
 
 _ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
 _ROUNDS = 4  # of two products in one launch
-_RARE = ("measure", "symmetric_matmul (few tiles)")  # for what came over a wire; for calls of the user's own
+STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
+FEW_TILES = (144, 976, 1040, 1424, 1488)  # rows of single matrices: their products are cut in all the ways there are
+FEW = "symmetric_matmul (few tiles)"
+_RARE = ("measure", FEW)  # for what came over a wire; for single matrices that no program takes
 
 
 @functools.cache
@@ -40,32 +43,37 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
             check_kernel(name, device, dtype)
 
 
-def check_kernels_ahead(device: torch.device, dtype: torch.dtype) -> None:
+def check_kernels_ahead(device: torch.device, dtype: torch.dtype, *, alone: str | None = None) -> None:
     """Check kernels when an optimizer is made. Compiling all of them takes seconds, and less side by side.
 
     Args:
         device: Where; nothing is done on a CPU, where they are interpreted, nor under a FakeTensorMode.
         dtype: What products are computed in.
+        alone: The only kernel to check; None: all that most steps run.
 
     Raises:
         RuntimeError: Names the kernel that is wrong.
     """
     if device.type == "cuda" and type(torch.empty(0, device="cpu")) is Tensor:
-        check_kernels(device, dtype)
+        if alone is None:
+            check_kernels(device, dtype)
+        else:
+            check_alone(alone, device, dtype)
 
 
 @functools.cache
-def check_alone(name: Literal["peaks", "measure"], device: torch.device) -> None:
+def check_alone(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Check a kernel that runs before, or without, the others.
 
     Args:
         name: Of the kernel.
         device: Where.
+        dtype: What products are computed in.
 
     Raises:
         RuntimeError: If it is wrong there.
     """
-    check_kernel(name, device, torch.float32)
+    check_kernel(name, device, dtype)
 
 
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:
@@ -99,8 +107,8 @@ def _numbers(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _stack(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Sides that fill no tile. On a GPU as many as it takes to be given the tiles of large products, which train."""
-    return _numbers(device, dtype, 2 if device.type == "cpu" else 48, 144, 208)
+    """Sides that fill no tile. On a GPU so large that it is given the tiles of the products that train."""
+    return _numbers(device, dtype, *(SMALL_STACK if device.type == "cpu" else STACK))
 
 
 def _gram(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,8 +117,12 @@ def _gram(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _few(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = _stack(device, dtype)[:2] / 8
-    return symmetric_matmul(x), torch.bmm(x.double(), x.double().mT)
+    """Single products in tiles of every size, with all that can be added."""
+    if why_impossible(device, dtype):
+        return _gram(device, dtype)
+    stacks = [_numbers(device, dtype, 1, rows, 208) / 64 for rows in FEW_TILES]
+    got, expected = zip(*(_all_terms(x, torch.bmm(x, x.mT)) for x in stacks), strict=True)
+    return torch.cat([each.flatten() for each in got]), torch.cat([each.flatten() for each in expected])
 
 
 def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -125,10 +137,14 @@ def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = _stack(device, dtype) / 64
     r = torch.bmm(x, x.mT)
-    wide = r.double()
-    expected = torch.baddbmm(wide, wide, wide.mT, beta=-2.5, alpha=1.5)
+    return _all_terms(r, r)
+
+
+def _all_terms(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.double()
+    expected = torch.baddbmm(c.double(), wide, wide.mT, beta=-2.5, alpha=1.5)
     expected.diagonal(dim1=-2, dim2=-1).add_(3.0)
-    return symmetric_matmul(r, alpha=1.5, beta=-2.5, c=r, gamma=3.0), expected
+    return symmetric_matmul(x, alpha=1.5, beta=-2.5, c=c, gamma=3.0), expected
 
 
 def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -171,16 +187,27 @@ def _momentum(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     assert slot.grad is not None
     buffer = torch.lerp(slot.buffer, slot.grad, 0.1)
     expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(torch.bfloat16)
+    return _update(slot)[0], expected
+
+
+def _norms(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inputs, partials = _update(_slot(device))
+    return partials.float(), _squares_by_tiles(inputs[None])  # on a grid of 2^-40
+
+
+def _update(slot: Slot) -> tuple[Tensor, Tensor]:
+    device = slot.param.device
     inputs = torch.empty(80 * 144, dtype=torch.bfloat16, device=device)
+    partials = torch.empty(count_partials(1, slot.padded), dtype=torch.float64, device=device)
     elementwise.update_momentum(
         build_tables([slot])[0][0],
         inputs,
         numbers=torch.tensor(elementwise.momentum_numbers(0.9), dtype=torch.float32, device=device),
         nesterov=True,
         proceed=_go(device),
-        partials=torch.empty(count_partials(1, slot.padded), dtype=torch.float64, device=device),
+        partials=partials,
     )
-    return inputs.view(80, 144), expected
+    return inputs.view(80, 144), partials
 
 
 def _go(device: torch.device) -> Tensor:
@@ -225,11 +252,12 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] 
     "peaks": _peaks,
     "measure": _measure,
     "update_momentum": _momentum,
+    "update_momentum (norms)": _norms,
     "normalise": _normalise,
     "apply_update": _apply,
     "symmetric_matmul (in halves)": _halves,
     "symmetric_matmul (gram)": _gram,
     "symmetric_matmul (quadratic)": _quadratic,
     "one product after the other": _one_after_the_other,
-    "symmetric_matmul (few tiles)": _few,
+    FEW: _few,
 }

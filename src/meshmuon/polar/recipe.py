@@ -12,7 +12,7 @@ from meshmuon.config import Orthogonalizer
 from meshmuon.kernels.clusters import is_available
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
-from meshmuon.kernels.self_check import check_kernels_ahead
+from meshmuon.kernels.self_check import FEW, check_kernels_ahead
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import choose_restarts, held_small
@@ -163,6 +163,8 @@ def choose_recipe(
     program = write_program(schedule, way) if programs and way.form != "svd" else None
     if programs and program is None:
         way = choose(programs=False)  # too long for one launch
+    if symmetric and program is None and m <= _PROGRAMS_TO and architecture is None:
+        check_kernels_ahead(device, compute, alone=FEW)  # which single matrices are given then
     free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(

@@ -1,15 +1,13 @@
 """How products are shared out to pairs of thread blocks, and launched. The kernel itself is tested on a GPU."""
 
 import ctypes
-import threading
-from functools import partial
 from importlib import resources
 from unittest import mock
 
 import pytest
 import torch
 
-from meshmuon.kernels import agenda, clusters, cuda, hopper
+from meshmuon.kernels import agenda, clusters, cuda
 from meshmuon.kernels.agenda import (
     Item,
     Product,
@@ -141,70 +139,6 @@ def test_only_large_products_on_hopper_go_to_clusters():
     assert clusters.describe(torch.device("cpu"), torch.float16).endswith(
         "stay with Triton and cuBLAS: not on a Hopper GPU"
     )
-
-
-def test_where_it_cannot_be_compiled_triton_stands_in_and_somebody_hears_of_it(monkeypatch):
-    def missing():
-        raise OSError("libnvrtc.so.99 was not found")
-
-    monkeypatch.setattr(cuda, "_nvrtc", missing)
-    clusters._kernel.cache_clear(), hopper.machine_code.cache_clear()
-    with pytest.warns(UserWarning, match=r"clusters.cu.*libnvrtc.so.99 was not found.*cuBLAS are used"):
-        assert clusters._kernel(torch.device("cuda", 0), torch.float16) == "OSError: libnvrtc.so.99 was not found"
-    clusters._kernel.cache_clear(), hopper.machine_code.cache_clear()
-
-
-class Compiler:
-    """Stands in for NVRTC, which tells its version."""
-
-    def __init__(self, version):
-        self.version = version
-
-    def nvrtcVersion(self, major, minor):
-        major._obj.value, minor._obj.value = self.version
-        return 0
-
-
-def test_what_is_compiled_is_kept_for_other_processes(tmp_path):
-    compiled = []
-
-    def compile_source(source, *, architecture, options):
-        compiled.append((source, architecture, options))
-        return f"code {len(compiled)}".encode()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "compile_source", compile_source)
-        patch.setattr(cuda, "_nvrtc", lambda: Compiler((12, 8)))
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-        once = partial(cuda.compile_once, "source", architecture="sm_90a", options=["-O3"])
-        assert once() == once() == b"code 1"
-        assert cuda.compile_once("another", architecture="sm_90a", options=["-O3"]) == b"code 2"
-        assert cuda.compile_once("source", architecture="sm_90a", options=["-O0"]) == b"code 3"
-        patch.setattr(cuda, "_nvrtc", lambda: Compiler((12, 9)))
-        assert once() == b"code 4", "another compiler"
-        (tmp_path / "no folder").write_text("")
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path / "no folder"))
-        assert once() == b"code 5" and once() == b"code 6", "there is no place to keep it"
-
-
-def test_it_is_compiled_in_the_background_and_only_where_it_runs():
-    asked, may_end = threading.Event(), threading.Event()
-
-    def compile_once(source, **how):
-        asked.set()
-        may_end.wait(60)
-        return source.encode()
-
-    hopper.machine_code.cache_clear()
-    with mock.patch.object(hopper, "compile_once", compile_once):
-        clusters.begin_to_compile(torch.device("cpu"), torch.float16)
-        assert not asked.is_set()
-        with mock.patch.object(clusters, "why_impossible", return_value=""):
-            clusters.begin_to_compile(torch.device("cuda", 0), torch.float16)  # returns, though it cannot be done
-        assert asked.wait(60)
-        may_end.set()
-        assert b"run_program" in hopper.machine_code("clusters.cu", torch.float16).result(60)
-    hopper.machine_code.cache_clear()
 
 
 def test_a_kernel_may_begin_while_the_one_before_still_runs():

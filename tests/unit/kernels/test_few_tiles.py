@@ -1,7 +1,11 @@
 """What thread blocks do where a product has few tiles; the kernel itself is checked on a GPU."""
 
 import ctypes
+import importlib
+from contextlib import contextmanager, nullcontext
 from importlib import resources
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ import torch
 from meshmuon.kernels import few_tiles
 from meshmuon.kernels.configs import choose_config
 from meshmuon.kernels.few_tiles import CUTS, MOST_BLOCKS, choose_cut, list_blocks
+
+symmetric_matmul = importlib.import_module("meshmuon.kernels.symmetric_matmul")  # not the function of that name
 
 H200 = 132  # multiprocessors
 
@@ -76,3 +82,126 @@ def test_arguments_are_laid_out_as_the_kernel_reads_them():
         assert cut.shared_bytes <= 227 * 1024, "what Hopper has"
         assert f"KERNEL({cut.rows}, {cut.cols})" in source
     assert f"kSlots = {few_tiles._BOXES} / (ROWS + COLS);" in source
+
+
+def test_shared_memory_holds_whole_slots_with_their_barriers():
+    """Four kernels, as few_tiles.cu counts: operands of a step, and two barriers."""
+    boxes = {cut: (28 // (cut.rows + cut.cols), cut.rows + cut.cols) for cut in CUTS}
+    assert {cut: cut.shared_bytes for cut in CUTS} == {
+        cut: slots * (held * 64 * 64 * 2 + 16) for cut, (slots, held) in boxes.items()
+    }
+
+
+def test_a_larger_device_has_no_more_blocks_than_the_arguments_hold():
+    for m in range(64, 2048, 64):
+        found = choose_cut(1, m, same=True, multiprocessors=200)
+        assert found is None or len(found[1]) <= MOST_BLOCKS
+    assert choose_cut(133, 64, same=True, multiprocessors=H200) is None
+
+
+class Kernel:
+    """Stands in for a loaded kernel: tells what was bound."""
+
+    def __init__(self):
+        self.bound, self.launched = [], []
+
+    def bind(self, blocks, threads, arguments):
+        self.bound.append((blocks, threads, arguments))
+        return self.launched.append
+
+
+@contextmanager
+def kernels_by_hand(*, described=None):
+    """Launches that go nowhere: what they would be told is kept."""
+    kernels = {cut: Kernel() for cut in CUTS}
+    described = [] if described is None else described
+    with (
+        mock.patch.object(few_tiles, "_kernels", return_value=kernels),
+        mock.patch.object(few_tiles, "describe_stack", lambda x, address: described.append((x, address))),
+        mock.patch.object(
+            few_tiles, "_chosen", lambda _, batch, m, same: choose_cut(batch, m, same=same, multiprocessors=H200)
+        ),
+        mock.patch.object(few_tiles, "launching_on", return_value=nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=7)),
+    ):
+        yield kernels
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "cut", "groups"),
+    [(1, 256, (1, 1), 1), (1, 1024, (1, 1), 2), (3, 512, (1, 1), 1), (1, 1408, (2, 1), 2), (1, 1536, (3, 1), 3)],
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_a_launch_is_told_all_it_needs(batch, m, cut, groups, added):
+    a, d = torch.empty(batch, m, 200, dtype=torch.float16), torch.empty(batch, m, m, dtype=torch.float16)
+    c = torch.empty_like(d) if added else None
+    described = []
+    with kernels_by_hand(described=described) as kernels:
+        launch = few_tiles.FewLaunch(a, None, c, d)
+        launch.scaled(1.5, -2.5, 3.0)
+    ((blocks, threads, arguments),) = kernels[cut].bound
+    assert kernels[cut].launched == [7] and not any(k.bound for other, k in kernels.items() if other != cut)
+    wanted = choose_cut(batch, m, same=True, multiprocessors=H200)[1]
+    assert blocks == batch * len(wanted) and threads == 128 * groups + 32
+    few, address = launch._few, ctypes.addressof(launch._few)
+    assert arguments[0] == address and address % 64 == 0
+    assert [(x is y, at - address) for (x, at), y in zip(described, (a, a, c if added else d, d), strict=True)] == [
+        (True, 128 * i) for i in range(4)
+    ]
+    assert (few.rows, few.steps, few.blocks, few.same, few.added) == (m, 4, len(wanted), 1, added)
+    assert list(few.terms) == [1.5, -2.5, 0.0, 3.0]
+    assert bytes(few.block)[: 3 * len(wanted)] == bytes(number for block in wanted for number in block)
+
+
+def test_a_product_of_two_matrices_says_so():
+    a, b, d = (torch.empty(1, 1024, side, dtype=torch.float16) for side in (64, 64, 1024))
+    described = []
+    with kernels_by_hand(described=described) as kernels:
+        launch = few_tiles.FewLaunch(a, b, None, d)
+    assert launch._few.same == 0 and described[1][0] is b
+    assert kernels[2, 1].bound[0][:2] == (72, 2 * 128 + 32), "no pairs on the diagonal"
+
+
+def launches(*, few, rest=None, b=None, asked=None):
+    """Which kernel symmetric_matmul takes on a device where few tiles can run, or cannot."""
+    a, d = torch.empty(1, 1024, 64, dtype=torch.float16), torch.empty(1, 1024, 1024, dtype=torch.float16)
+    config = choose_config("hopper", 1, 1024, 64, torch.float16)
+    with (
+        mock.patch.object(few_tiles, "can_run", return_value=few) as can_run,
+        mock.patch.object(few_tiles, "FewLaunch", return_value=SimpleNamespace(scaled="few")),
+        mock.patch.object(symmetric_matmul, "_Bound", return_value="triton"),
+    ):
+        found = symmetric_matmul._bind(config, (a, b, None, d, rest))
+    if asked is not None:
+        asked.extend(call.kwargs for call in can_run.mock_calls)
+    return found
+
+
+def test_triton_stands_in_where_few_tiles_cannot_run():
+    asked = []
+    assert launches(few=True, asked=asked) == "few" and launches(few=False) == "triton"
+    assert asked == [{"batch": 1, "m": 1024, "same": True}]
+    other = torch.empty(1, 1024, 64, dtype=torch.float16)
+    assert launches(few=True, b=other, asked=asked) == "few" and asked[-1]["same"] is False
+    assert launches(few=True, rest=torch.empty(1, 1024, 1024, dtype=torch.float16)) == "triton", "two results"
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_not_loaded_yet_is_not_loaded_while_a_graph_is_captured(known):
+    gpu = torch.device("cuda", 0)
+    with (
+        mock.patch.object(few_tiles, "why_impossible", return_value=""),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(few_tiles, "_loaded", {(gpu, torch.float16)} if known else set()),
+        kernels_by_hand(),
+    ):
+        assert few_tiles.can_run(gpu, torch.float16, batch=1, m=1024, same=True) is known
+        assert not few_tiles._kernels.called or known
+
+
+def test_small_batches_on_hopper():
+    assert choose_config("hopper", 64, 256, 256, torch.float16).stages == 2
+    assert choose_config("hopper", 48, 256, 512, torch.float16).clusters, "k is longer"
+    for shape in ((1, 4096, 8192), (8, 512, 512)):
+        plain = choose_config("blackwell", *shape, torch.float16)
+        assert choose_config("blackwell", *shape, torch.float16, rest=True) == plain, "only Hopper's was measured"

@@ -16,11 +16,11 @@ def test_other_tiles_give_the_same_bits_and_can_be_chosen():
         return next(times)
 
     product = tune.Product(2, 40, 48)
-    operand = torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(0))
+    # Whole numbers, whose sums are exact: interpreted products are NumPy's, whose BLAS adds as it likes on some machines.
+    operand = torch.randint(-99, 100, (2, 40, 48), generator=torch.Generator().manual_seed(0)).float()
     best = tune.best_tiles(product, iter([table, other]), make=lambda _: operand, time_of=time_of)
     assert best == tune.Best(other, 0.5, 1.0, 0)
-    expected = operand.double() @ operand.double().mT
-    assert float((symmetric_matmul_with(best.config, operand) - expected).norm() / expected.norm()) < 2e-6
+    assert torch.equal(symmetric_matmul_with(best.config, operand), operand @ operand.mT)
 
 
 def test_a_kernel_that_fails_or_differs_is_not_chosen():

@@ -1,15 +1,12 @@
 """The whole optimizer through the kernels, in Triton's interpreter, beside the plain torch path."""
 
 import weakref
-from unittest import mock
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshmuon import Muon, Orthogonalizer
-from meshmuon.kernels import self_check
-from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.dispatch import choose_kernels
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize_stack
@@ -117,51 +114,6 @@ def test_zero_gives_zero():
         eps=1e-7,
     )
     assert not orthogonalize_stack(torch.zeros(2, 32, 48, dtype=torch.bfloat16), recipe).any()
-
-
-def test_a_wrong_kernel_is_refused_by_name():
-    self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
-    right = self_check.CHECKS["apply_update"]
-
-    def wrong(device, dtype):
-        got, expected = right(device, dtype)
-        return got * 1.01, expected
-
-    sabotaged = mock.patch.dict(self_check.CHECKS, {"apply_update": wrong})
-    with sabotaged, pytest.raises(RuntimeError, match=r"kernel apply_update.*off by"):
-        self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
-
-
-def test_a_rest_that_is_wrong_is_refused():
-    name, device = "symmetric_matmul (in halves)", torch.device("cpu")
-    assert self_check.check_kernel(name, device, torch.float16) < 1.0
-    with mock.patch.object(self_check, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
-        self_check.check_kernel(name, device, torch.float16)
-
-
-def launch_by_torch(products, stacks, written):
-    """Stand in for a launch of several products."""
-    assert written is not None
-
-    def launch():
-        for product in products:
-            b = stacks[product.b].double()
-            result = product.alpha * torch.bmm(stacks[product.a].double(), b.mT if product.mirrored else b)
-            stacks[product.d].copy_(result)
-
-    return launch
-
-
-def test_of_products_that_follow_each_other_the_last_ones_count():
-    name, device = "one product after the other", torch.device("cpu")
-    with mock.patch.object(self_check.clusters, "can_run", return_value=True) as asked:
-        with mock.patch.object(self_check.clusters, "ClusterLaunch", launch_by_torch):
-            assert self_check.check_kernel(name, device, torch.float16) < 1.0
-        pairs = list_pairs(48, asked.call_args.kwargs["results"], 66)  # as many as there are on a GPU
-        assert len(pairs) > 8 * 66, "clusters take more than they know ahead"
-        tired = mock.patch.object(self_check.clusters, "ClusterLaunch", lambda p, *rest: launch_by_torch(p[:-2], *rest))
-        with tired, pytest.raises(RuntimeError, match="one product after the other"):
-            self_check.check_kernel(name, device, torch.float16)
 
 
 def test_the_choice_has_a_reason():

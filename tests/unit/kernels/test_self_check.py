@@ -1,0 +1,158 @@
+"""Kernels are compared with torch before they are used: which, when, and on which tiles."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshmuon import Orthogonalizer
+from meshmuon.kernels import elementwise, self_check
+from meshmuon.kernels.agenda import list_pairs
+from meshmuon.kernels.configs import choose_config
+from meshmuon.kernels.dispatch import Dispatch
+from meshmuon.kernels.few_tiles import CUTS, choose_cut
+from meshmuon.polar import recipe
+from meshmuon.polar.coefficients import resolve_schedule
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_a_wrong_kernel_is_refused_by_name():
+    self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
+    right = self_check.CHECKS["apply_update"]
+
+    def wrong(device, dtype):
+        got, expected = right(device, dtype)
+        return got * 1.01, expected
+
+    sabotaged = mock.patch.dict(self_check.CHECKS, {"apply_update": wrong})
+    with sabotaged, pytest.raises(RuntimeError, match=r"kernel apply_update.*off by"):
+        self_check.check_kernels.__wrapped__(torch.device("cpu"), torch.float16)
+
+
+def test_a_rest_that_is_wrong_is_refused():
+    name, device = "symmetric_matmul (in halves)", torch.device("cpu")
+    assert self_check.check_kernel(name, device, torch.float16) < 1.0
+    with mock.patch.object(self_check, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
+        self_check.check_kernel(name, device, torch.float16)
+
+
+def launch_by_torch(products, stacks, written):
+    """Stand in for a launch of several products."""
+    assert written is not None
+
+    def launch():
+        for product in products:
+            b = stacks[product.b].double()
+            result = product.alpha * torch.bmm(stacks[product.a].double(), b.mT if product.mirrored else b)
+            stacks[product.d].copy_(result)
+
+    return launch
+
+
+def test_of_products_that_follow_each_other_the_last_ones_count():
+    name, device = "one product after the other", torch.device("cpu")
+    as_on_a_gpu = mock.patch.object(self_check, "SMALL_STACK", self_check.STACK)
+    with as_on_a_gpu, mock.patch.object(self_check.clusters, "can_run", return_value=True) as asked:
+        with mock.patch.object(self_check.clusters, "ClusterLaunch", launch_by_torch):
+            assert self_check.check_kernel(name, device, torch.float16) < 1.0
+        pairs = list_pairs(self_check.STACK[0], asked.call_args.kwargs["results"], 66)  # clusters of an H200
+        assert len(pairs) > 8 * 66, "clusters take more than they know ahead"
+        tired = mock.patch.object(self_check.clusters, "ClusterLaunch", lambda p, *rest: launch_by_torch(p[:-2], *rest))
+        with tired, pytest.raises(RuntimeError, match="one product after the other"):
+            self_check.check_kernel(name, device, torch.float16)
+
+
+def test_sums_of_squares_that_are_wrong_are_refused():
+    name, right = "update_momentum (norms)", elementwise.update_momentum
+    assert self_check.check_kernel(name, CPU, torch.float16) < 1.0
+
+    def wrong(*arguments, partials, **keywords):
+        right(*arguments, partials=partials, **keywords)
+        partials.mul_(1.001)
+
+    with mock.patch.object(elementwise, "update_momentum", wrong), pytest.raises(RuntimeError, match="norms"):
+        self_check.check_kernel(name, CPU, torch.float16)
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_products_are_checked_in_the_tiles_that_train(rest):
+    checked = choose_config("hopper", *self_check.STACK, torch.float16, rest=rest)
+    assert checked.clusters
+    for shape in ((24, 768, 3072), (32, 1408, 2048), (8, 2048, 2048)):
+        assert choose_config("hopper", *shape, torch.float16, rest=rest) == checked
+    assert choose_config("hopper", 48, 144, 208, torch.float16, rest=rest) != checked, "a smaller stack is no witness"
+
+
+def test_products_of_few_tiles_are_checked_in_tiles_of_every_size():
+    found = {rows: choose_cut(1, rows, same=True, multiprocessors=132) for rows in self_check.FEW_TILES}
+    assert {cut for cut, _ in found.values()} == set(CUTS)
+    assert sum(any(block.paired for block in blocks) for _, blocks in found.values()) == 1
+    assert all(choose_config("hopper", 1, rows, 208, torch.float16).few for rows in found)
+
+
+def test_where_few_tiles_can_run_all_of_them_are_compared():
+    seen = []
+
+    def all_terms(x, c):
+        seen.append(tuple(x.shape))
+        return c, c.double()
+
+    possible = mock.patch.object(self_check, "why_impossible", return_value="")
+    with possible, mock.patch.object(self_check, "_all_terms", all_terms):
+        got, expected = self_check.CHECKS[self_check.FEW](CPU, torch.float32)
+    assert seen == [(1, rows, 208) for rows in self_check.FEW_TILES]
+    assert got.numel() == expected.numel() == sum(rows * rows for rows in self_check.FEW_TILES)
+
+
+def test_the_kernel_that_takes_longest_to_compile_is_begun_first_and_checked_last():
+    happened = []
+    begin = mock.patch.object(self_check.clusters, "begin_to_compile", side_effect=lambda *_: happened.append("begun"))
+    check = mock.patch.object(self_check, "check_kernel", side_effect=lambda name, *_: happened.append(name))
+    with begin, check:
+        self_check.check_kernels.__wrapped__(GPU, torch.float16)
+    assert happened[0] == "begun" and happened[-1] == "one product after the other"
+    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", self_check.FEW}
+
+
+@pytest.mark.parametrize("alone", [None, self_check.FEW])
+def test_kernels_are_checked_ahead_on_a_gpu_alone(alone):
+    with mock.patch.object(self_check, "check_kernels") as most, mock.patch.object(self_check, "check_alone") as one:
+        self_check.check_kernels_ahead(CPU, torch.float16, alone=alone)
+        with FakeTensorMode():
+            self_check.check_kernels_ahead(GPU, torch.float16, alone=alone)
+        assert not most.called and not one.called
+        self_check.check_kernels_ahead(GPU, torch.float16, alone=alone)
+    assert (most.mock_calls, one.mock_calls) == (
+        ([mock.call(GPU, torch.float16)], []) if alone is None else ([], [mock.call(alone, GPU, torch.float16)])
+    )
+
+
+def checked_for(m, *, steps=5, clusters=True, architecture=None):
+    """What is checked when the recipe of m rows is chosen, on a GPU that is not here."""
+    patches = (
+        mock.patch.object(recipe, "choose_kernels", return_value=Dispatch("triton", True, "for this test")),
+        mock.patch.object(recipe, "is_available", return_value=clusters),
+    )
+    with patches[0], patches[1], mock.patch.object(recipe, "check_kernels_ahead") as ahead:
+        recipe.choose_recipe(
+            m,
+            2 * m,
+            schedule=resolve_schedule("polar_express", steps),
+            orthogonalizer=Orthogonalizer(),
+            device=GPU,
+            dtype=torch.float32,
+            eps=1e-7,
+            architecture=architecture,
+        )
+    assert all(call.args == (GPU, torch.float16) for call in ahead.mock_calls)
+    return [call.kwargs.get("alone") for call in ahead.mock_calls]
+
+
+def test_what_is_checked_follows_from_the_recipe():
+    assert checked_for(1024) == [None]
+    assert checked_for(4096) == [None], "never of few tiles"
+    assert checked_for(1024, steps=14) == [None, self_check.FEW], "too long for a program"
+    assert checked_for(1024, clusters=False) == [None, self_check.FEW], "no program"
+    assert checked_for(1024, steps=14, architecture="hopper") == [], "a GPU that is elsewhere"
