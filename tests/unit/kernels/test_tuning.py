@@ -16,7 +16,7 @@ def test_other_tiles_give_the_same_bits_and_can_be_chosen():
         return next(times)
 
     product = tune.Product(2, 40, 48)
-    # Whole numbers, whose sums are exact: interpreted products are NumPy's, whose BLAS adds as it likes on some machines.
+    # Whole numbers, whose sums are exact: interpreted products are NumPy's, whose BLAS adds as it likes on some CPUs.
     operand = torch.randint(-99, 100, (2, 40, 48), generator=torch.Generator().manual_seed(0)).float()
     best = tune.best_tiles(product, iter([table, other]), make=lambda _: operand, time_of=time_of)
     assert best == tune.Best(other, 0.5, 1.0, 0)
