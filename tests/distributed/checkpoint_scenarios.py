@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import CheckpointError, Muon, View, load_checkpoint, save_checkpoint
+from tests.distributed.meshes import mesh_of
 from tests.distributed.scenarios import shard, tensor_for, whole
 
 BEFORE, AFTER = 3, 5  # steps before the checkpoint and after it
@@ -76,14 +76,14 @@ def build(kind, dtype=torch.float32, **settings):
     mesh_shape = KINDS[kind].get(dist.get_world_size() if dist.is_initialized() else 1)
     if kind in ("tp", "fsdp_tp"):
         names = ("tp",) if kind == "tp" else ("dp", "tp")
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        mesh = mesh_of(mesh_shape, names)
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"qkv": ColwiseParallel(), "o": RowwiseParallel()})
         if kind == "fsdp_tp":
             fully_shard(model, mesh=mesh["dp"])
     elif kind in ("fsdp", "hsdp"):
         names = ("replicas", "shards")[-len(mesh_shape) :]
-        fully_shard(model, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
+        fully_shard(model, mesh=mesh_of(mesh_shape, names))
     elif kind == "ddp":
         model = DistributedDataParallel(model)
     extra = {"grad_sync": "optimizer"} if kind == "grad_sync" else {}

@@ -15,6 +15,7 @@ import meshmuon.step
 from meshmuon import Muon
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.plan.route import Route
+from tests.distributed.meshes import mesh_of
 from tests.distributed.scenarios import SS, R, S, groups_for, shard, tensor_for
 
 # name → (mesh shape, settings, {parameter: (shape, view, placements)})
@@ -109,7 +110,7 @@ def recorded():
 def count(name):
     """One step of a job after a first one (which compares plans): what the plan says and what happened."""
     mesh_shape, settings, table = JOBS[name]
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     params = {
         key: (torch.nn.Parameter(shard(tensor_for("parameter", key, shape, torch.float32), mesh, where)), view)
         for key, (shape, view, where) in table.items()

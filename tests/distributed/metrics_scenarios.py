@@ -5,11 +5,11 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from meshmuon import Muon
 from meshmuon.exchange.contributions import Contributions
 from tests.distributed import sync_scenarios
+from tests.distributed.meshes import mesh_of
 from tests.distributed.scenarios import chosen, groups_for, shard, tensor_for
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.2}
@@ -17,7 +17,7 @@ SETTINGS = {"lr": 0.02, "weight_decay": 0.2}
 
 def on_a_mesh(layout, settings, sabotage=None):
     mesh_shape, table = chosen(layout)
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     params = {
         name: (torch.nn.Parameter(shard(tensor_for("p", name, shape, torch.float32), mesh, placements)), view)
         for name, (shape, view, placements) in table.items()

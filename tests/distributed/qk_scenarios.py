@@ -21,6 +21,7 @@ from meshmuon.runtime import qk_clip
 from meshmuon.testing import Replay
 from meshmuon.update.qk_clip import clip_factors
 from tests.distributed.fault_scenarios import attempt, on_mesh
+from tests.distributed.meshes import mesh_of
 from tests.distributed.plain_scenarios import cut, uncut
 from tests.distributed.scenarios import LAYOUTS, groups_for, shard, tensor_for, whole
 
@@ -141,7 +142,7 @@ def alone(kind, ranks, dtype=torch.float32, average=None):
 def on_layout(layout, kind, way, dtype=torch.float32, sabotage=None, axis=None):
     """DTensors on a mesh; the whole parameters, and how many heads were clipped at the last step."""
     mesh_shape, placements, _ = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
 
     def placed(full):
         fitting = [p if isinstance(p, Replicate) or p.dim < full.ndim else Replicate() for p in placements]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, gelu
 
 from meshmuon import Muon
+from tests.distributed.meshes import mesh_of
 
 STEPS = 5
 VOCABULARY, BATCH, TIME = 29, 2, 5
@@ -126,25 +126,25 @@ def distribute(case, model):
     """Wrap the model; give the mesh axis along which data differ."""
     size = dist.get_world_size()
     if case.startswith("hsdp_tp"):
-        mesh = init_device_mesh("cpu", (2, 2, size // 4), mesh_dim_names=("replicate", "shard", "tp"))
+        mesh = mesh_of((2, 2, size // 4), ("replicate", "shard", "tp"))
         parallelize(model, mesh["tp"])
         shard_fully(model, mesh["replicate", "shard"])
         return dist.get_rank() // (size // 4)
     if case.startswith("fsdp_tp"):
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of((2, size // 2), ("dp", "tp"))
         parallelize(model, mesh["tp"])
         shard_fully(model, mesh["dp"])
         return mesh.get_local_rank("dp")
     if case.startswith("tp"):
-        parallelize(model, init_device_mesh("cpu", (size,)))
+        parallelize(model, mesh_of((size,)))
         return 0
     if case.startswith("hsdp"):
-        shard_fully(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+        shard_fully(model, mesh_of((2, size // 2), ("replicate", "shard")))
         return dist.get_rank()
     more = {"shard_placement_fn": longer_side} if case.endswith("shard1") else {}
     if case.endswith("mixed"):
         more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard_fully(model, init_device_mesh("cpu", (size,)), **more)
+    shard_fully(model, mesh_of((size,)), **more)
     return dist.get_rank()
 
 

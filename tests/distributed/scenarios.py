@@ -7,11 +7,11 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
+from tests.distributed.meshes import mesh_of
 
 STEPS = 5
 R = Replicate()
@@ -131,7 +131,7 @@ def result_of(params, opt):
 def run_distributed(layout, dtype, settings, sabotage=None):
     """Five steps on a mesh; the whole parameters and momentum, on rank 0."""
     mesh_shape, table = chosen(layout)
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     params = {}
     for name, (shape, view, placements) in table.items():
         full = tensor_for("parameter", name, shape, dtype)
