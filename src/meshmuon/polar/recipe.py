@@ -163,7 +163,8 @@ def choose_recipe(
     program = write_program(schedule, way) if programs and way.form != "svd" else None
     if programs and program is None:
         way = choose(programs=False)  # too long for one launch
-    if symmetric and program is None and m <= _PROGRAMS_TO and architecture is None:
+    one_by_one = symmetric and program is None and way.form != "svd"
+    if one_by_one and m <= _PROGRAMS_TO and architecture is None:
         check_kernels_ahead(device, compute, alone=FEW)  # which single matrices are given then
     free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16

@@ -129,7 +129,7 @@ def test_kernels_are_checked_ahead_on_a_gpu_alone(alone):
     )
 
 
-def checked_for(m, *, steps=5, clusters=True, architecture=None):
+def checked_for(m, *, steps=5, clusters=True, architecture=None, form="auto"):
     """What is checked when the recipe of m rows is chosen, on a GPU that is not here."""
     patches = (
         mock.patch.object(recipe, "choose_kernels", return_value=Dispatch("triton", True, "for this test")),
@@ -140,7 +140,7 @@ def checked_for(m, *, steps=5, clusters=True, architecture=None):
             m,
             2 * m,
             schedule=resolve_schedule("polar_express", steps),
-            orthogonalizer=Orthogonalizer(),
+            orthogonalizer=Orthogonalizer(form=form),
             device=GPU,
             dtype=torch.float32,
             eps=1e-7,
@@ -156,3 +156,4 @@ def test_what_is_checked_follows_from_the_recipe():
     assert checked_for(1024, steps=14) == [None, self_check.FEW], "too long for a program"
     assert checked_for(1024, clusters=False) == [None, self_check.FEW], "no program"
     assert checked_for(1024, steps=14, architecture="hopper") == [], "a GPU that is elsewhere"
+    assert checked_for(1024, form="svd") == [None], "no products at all"
