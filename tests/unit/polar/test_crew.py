@@ -35,6 +35,14 @@ def threads(request):
         yield request.param
 
 
+@pytest.fixture
+def python_handles_ctrl_c():
+    """As in a terminal: a suite that a script starts in the background was told to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def random(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
 
@@ -105,6 +113,7 @@ def test_an_error_is_raised_when_nobody_works_any_more(threads, large):
     ],
     ids=["waiting", "about to wait"],
 )
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_ctrl_c_waits_for_what_was_begun(interrupt):
     ended = []
 
@@ -122,6 +131,7 @@ def test_ctrl_c_waits_for_what_was_begun(interrupt):
         assert len(ended) == count < 100
 
 
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_ctrl_c_at_any_moment_waits_for_nobody_who_has_ended():
     """The interrupt may come when the last one has just ended: nothing is left to be told then."""
     for after in (0.0, 0.001, 0.002, 0.005):
