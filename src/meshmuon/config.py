@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from meshmuon.checks import check_bool, check_integer, check_number, check_sizes, check_word
 from meshmuon.errors import message
@@ -15,6 +15,7 @@ LRRule = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "un
 WeightDecayMode = Literal["decoupled", "cautious", "l2"]
 KernelChoice = Literal["auto", "triton", "torch"]
 RouteChoice = Literal["auto", "owner", "gram"]
+Restarts: TypeAlias = Literal["auto"] | tuple[int, ...]
 Mode = Literal["exact", "blockwise"]
 Sharing = Literal["auto", "always", "never"]
 NonFinite = Literal["skip", "raise", "ignore"]
@@ -38,7 +39,7 @@ class Orthogonalizer:
 
     form: Form = "auto"
     dtype: DTypeChoice = "auto"
-    restarts: Literal["auto"] | tuple[int, ...] = "auto"
+    restarts: Restarts = "auto"
     kernels: KernelChoice = "auto"
 
     def __post_init__(self) -> None:
@@ -215,9 +216,15 @@ class Execution:
         check_bool("allow_no_muon", self.allow_no_muon)
         check_word("grad_sync", self.grad_sync, get_args(GradSync))
         check_bool("cuda_graph", self.cuda_graph)
-        if self.cuda_graph and (self.syncs or self.release_grads or self.non_finite == "raise"):
-            found = 'given with grad_sync, release_grads or non_finite="raise"'
-            raise ValueError(message("cuda_graph", found=found, do="A graph cannot decide on the host: leave one out"))
+        on_the_host = {
+            f"grad_sync={self.grad_sync!r}": self.syncs,
+            "release_grads=True": self.release_grads,
+            'non_finite="raise"': self.non_finite == "raise",
+        }
+        if self.cuda_graph and any(on_the_host.values()):
+            found = f"given with {' and '.join(word for word, given in on_the_host.items() if given)}"
+            do = "A graph cannot decide on the host: leave one of them out"
+            raise ValueError(message("cuda_graph", found=found, do=do))
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, low=0.0, open_low=True)
             if not self.syncs:

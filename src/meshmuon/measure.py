@@ -220,8 +220,7 @@ def _computed_here(bucket: Bucket, rank: int) -> list[Matrix]:
     """The matrices of a bucket's stack on this rank, one entry for each."""
     if bucket.route is Route.LOCAL:
         return [matrix for matrix in bucket.matrices for _ in range(matrix.count)]
-    owners = zip(bucket.matrices, bucket.owners, strict=True)
-    return [matrix for matrix, owner in owners if bucket.team[owner] == rank]
+    return bucket.owned_by(rank)
 
 
 def _squares(tensor: Tensor) -> Tensor:

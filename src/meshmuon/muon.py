@@ -193,7 +193,7 @@ class Muon(Optimizer):
                 loss = closure()
         ready = self._ready()
         with ready.peers.together(), without_autocast():
-            self._meet(ready)
+            ready.peers.meet()  # before the first exchange of a plan: all ranks must have the same
             logits = ready.heads.read(qk_logits)
             verdict = self._agreement.check(
                 logits.told(ready.watch.look(self.param_groups)),
@@ -208,11 +208,6 @@ class Muon(Optimizer):
         if self._execution.release_grads:
             self.zero_grad(set_to_none=True)
         return loss
-
-    def _meet(self, ready: Ready) -> None:
-        """Before the first exchange of a plan: see that all ranks have the same."""
-        if ready.peers.meet():
-            ready.peers.compare_values(self._tensors.checksums(ready.plan))
 
     def _take_step(self, ready: Ready, verdict: Verdict) -> None:
         self._last_unscale = unscale = self._unscale()
@@ -365,7 +360,7 @@ class Muon(Optimizer):
         """
         ready = self._ready()
         with ready.peers.together(), without_autocast():
-            self._meet(ready)
+            ready.peers.meet()
             if ready.owned is not None:
                 ready.owned.catch_up(ready.contributions.together)
             measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last_unscale).take()

@@ -23,6 +23,7 @@ from meshmuon.plan.bucket import Plan
 from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.plan.describe_groups import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.runtime.checksums import checksums
 from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.qk_clip import HeadClip
@@ -37,7 +38,7 @@ State = dict[Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Everything a step needs that is not a tensor.
+    """The plan of a step, and what carries it out.
 
     Attributes:
         plan: All decisions.
@@ -47,7 +48,7 @@ class Ready:
         watch: Looks at gradients.
         updates: Does the element-wise work of the plan's buckets.
         heads: Scales attention heads whose logits are too large.
-        owned: The state this rank has then; None where every rank has the state of what it holds.
+        owned: The state this rank owns under `grad_sync`; None elsewhere: every rank has the state of what it holds.
     """
 
     plan: Plan
@@ -192,15 +193,23 @@ class Preparation:
             for param in group["params"]:
                 groups.know(mesh_groups(param))
 
-        def settings() -> list[str]:
-            return [exact_values(group) for group in param_groups]
-
-        earlier = (None, None) if before is None else (before.peers, before.owned)
-        peers = Peers(plan, groups, settings=settings, health=self._health, before=earlier[0])
-        contributions = Contributions(groups, in_rank_order=self._execution.grad_sync != "reduce_scatter")
-        owned = None
-        if self._execution.syncs:
-            owned = OwnedState(plan, param_groups, before=earlier[1], on_host=self.on_host)
-        heads = HeadClip(plan, peers.largest)
-        exchange, watch = Exchange(groups, rank=plan.rank), GradientWatch(plan, param_groups)
-        return Ready(plan, exchange, peers, contributions, watch, BucketUpdates(), heads, owned)
+        peers = Peers(
+            plan,
+            groups,
+            settings=lambda: [exact_values(group) for group in param_groups],
+            health=self._health,
+            checksums=lambda: checksums(param_groups, plan),
+            before=None if before is None else before.peers,
+        )
+        owned_before = None if before is None else before.owned
+        syncs = self._execution.syncs
+        return Ready(
+            plan=plan,
+            exchange=Exchange(groups, rank=plan.rank),
+            peers=peers,
+            contributions=Contributions(groups, in_rank_order=self._execution.grad_sync != "reduce_scatter"),
+            watch=GradientWatch(plan, param_groups),
+            updates=BucketUpdates(),
+            heads=HeadClip(plan, peers.largest),
+            owned=OwnedState(plan, param_groups, before=owned_before, on_host=self.on_host) if syncs else None,
+        )

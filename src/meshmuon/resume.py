@@ -74,7 +74,6 @@ def save_checkpoint(
         with _quiet():
             dcp.save(everything, storage_writer=writer)
         return None
-    _PENDING.add(path)
     with _quiet():
         future: Any = dcp.async_save(
             everything,
@@ -82,6 +81,7 @@ def save_checkpoint(
             process_group=side_group(),
             async_checkpointer_type=AsyncCheckpointerType.THREAD,
         )
+    _PENDING.add(path)
     future.add_done_callback(lambda _: _PENDING.discard(path))
     return future
 

@@ -14,6 +14,7 @@ from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
 from meshmuon.exchange.health import Health
 from meshmuon.exchange.peers import Peers
+from meshmuon.layout.matrices import sent_to_an_owner
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.mesh import is_distributed, like, local, mesh_groups
 from meshmuon.layout.plain import PlainLayouts, Sharded
@@ -61,12 +62,14 @@ def orthogonalize(
     """
     if not isinstance(x, Tensor) or not (is_distributed(x) or sharded is not None):
         return whole.orthogonalize(x, coefficients=coefficients, steps=steps, form=form, dtype=dtype)
-    if x.ndim < 2 or not x.is_floating_point():
-        raise ValueError(message("x", found=f"{x.ndim}-D, {x.dtype}", do="Pass floating-point matrices: (..., m, n)"))
+    if not x.is_floating_point():
+        raise TypeError(message("x", found=f"{x.dtype}", do="Pass floating-point matrices: (..., m, n)"))
+    if x.ndim < 2:
+        raise ValueError(message("x", found=f"{x.ndim}-D", do="Pass matrices: shape (..., m, n)"))
     layouts = PlainLayouts({} if sharded is None else {"x": sharded})
     execution = Execution(orthogonalizer=Orthogonalizer(form=form, dtype=dtype))
     polar = PolarSettings(resolve_schedule(coefficients, steps), _EPS)
-    records = [_record(x, layouts)]
+    records = [sent_to_an_owner(_record(x, layouts), rank=global_rank())]  # the same bits on every layout
     plan = build_plan(records, polar={0: polar}, execution=execution, rank=global_rank(), ranks=world_size())
     groups = Groups()
     groups.know({**layouts.groups(), **mesh_groups(x)})

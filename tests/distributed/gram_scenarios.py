@@ -69,13 +69,36 @@ def train(route, kind, dtype, steps=3, **more):
 
 
 def refused():
+    """What is said to matrices that cannot take this route."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    param = nn.Parameter(shard(torch.ones(16, 96), mesh, [Shard(0)]))
-    try:
-        Muon([{"params": [("w", param)], "algorithm": "muon", "route": "gram"}])
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    wide = torch.ones(16, 96)
+    cases = {
+        "short side": (wide, 0, "auto"),
+        "float64": (wide.double(), 1, "auto"),
+        "svd": (wide, 1, "svd"),
+    }
+    said = {}
+    for case, (full, dim, form) in cases.items():
+        group = {"params": [("w", nn.Parameter(shard(full, mesh, [Shard(dim)])))], "algorithm": "muon", "route": "gram"}
+        try:
+            Muon([group], orthogonalizer=Orthogonalizer(form=form))
+        except ValueError as error:
+            said[case] = str(error)
+    return said
+
+
+def wished_restarts():
+    """The restarts of a bucket on this route, asked for and not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for restarts in ("auto", (1, 3)):
+        param = nn.Parameter(shard(torch.ones(16, 96), mesh, [Shard(1)]))
+        group = {"params": [("w", param)], "algorithm": "muon", "route": "gram"}
+        opt = Muon([group], orthogonalizer=Orthogonalizer(restarts=restarts))
+        param.grad = shard(tensor_for("gradient", "w", (16, 96), torch.float32), mesh, [Shard(1)])
+        opt.step()
+        found.append((opt.plan.buckets[0].recipe.restarts, whole(param.detach())))
+    return found
 
 
 def offloaded_or_not():

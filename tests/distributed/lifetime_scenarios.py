@@ -139,3 +139,21 @@ def shard_after_construction(tell):
         model.zero_grad()
     pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
     return [name for (name, p), q in pairs if not torch.equal(p.full_tensor(), q)]
+
+
+def replan_alone():
+    """One rank of replicas gets new tensors, equal to the old ones: only it makes a new plan."""
+    torch.manual_seed(0)
+    params = {name: (nn.Parameter(torch.randn(shape)), None) for name, shape in (("a", (6, 8)), ("b", (8, 8)))}
+    group = {"params": [(name, tensor) for name, (tensor, _) in params.items()], "algorithm": "muon"}
+    opt = Muon([group], process_group=dist.group.WORLD, **SETTINGS)
+    for seed in range(4):
+        if seed == 2 and dist.get_rank() == 1:
+            old, _ = params["b"]
+            params["b"] = (nn.Parameter(old.detach().clone()), None)
+            opt.param_groups[0]["params"][1] = params["b"][0]
+            opt.state[params["b"][0]] = opt.state.pop(old)
+        for name, (tensor, _) in params.items():
+            tensor.grad = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed + len(name)))
+        opt.step()
+    return {name: tensor.detach().clone() for name, (tensor, _) in params.items()}

@@ -61,3 +61,31 @@ def synced(ranks=None):
         opt.step()
     opt.zero_grad()
     return opt.metrics()
+
+
+def exchanges(matrices):
+    """Under grad_sync: all-to-alls of a step, as counted, as `metrics()` says and as the plan's words have it."""
+    import re
+
+    import torch.distributed as dist
+
+    shapes = {"w": (12, 8), "norm": (8,)} if matrices else {"norm": (8,), "bias": (5,)}
+    params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    opt = Muon(params.items(), grad_sync="optimizer", allow_no_muon=not matrices, **SETTINGS)
+    counted = 0
+    all_to_all = dist.all_to_all_single
+
+    def counting(*arguments, **others):
+        nonlocal counted
+        counted += 1
+        return all_to_all(*arguments, **others)
+
+    for _ in range(2):
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        counted = 0
+        with mock.patch.object(dist, "all_to_all_single", counting):
+            opt.step()
+    text = str(opt)
+    said = sum(map(int, re.findall(r"in (\d+) all-to-alls", text)))
+    return counted, opt.metrics()["exchanges"], said, "nothing travels" in text

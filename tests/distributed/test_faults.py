@@ -299,3 +299,9 @@ def test_fully_shard_after_the_optimizer_was_made_and_nobody_told_it(job):
     """Either right, or an error: never an optimizer that silently trains tensors nobody uses any more."""
     for ok, answer in job.outcomes(lifetime_scenarios.shard_after_construction, False):
         assert answer == [] if ok else re.search("replaced|no longer|stale", answer)
+
+
+def test_a_rank_that_makes_a_new_plan_alone_is_followed(job):
+    """It compared the numbers of replicas while the others told how their gradients were."""
+    first, *others = job.run(lifetime_scenarios.replan_alone)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)

@@ -7,6 +7,7 @@ from meshmuon import Orthogonalizer, orthogonalize
 from meshmuon.plan.gram_route import grams_sent
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.recipe import choose_recipe
+from meshmuon.polar.sharded_gram import find_factors
 from meshmuon.runtime.sharded import check_wire
 from tests.distributed import gram_scenarios as scenarios
 
@@ -64,9 +65,39 @@ def test_fewer_bytes_where_it_is_meant_for():
     assert sent < 0.01 * 2 * 16 * 4096 * 4 / 2
 
 
-def test_a_matrix_cut_along_its_short_side_is_refused(pool):
-    for error in pool(2).run(scenarios.refused):
-        assert "'w'" in error and "short side" in error
+def test_what_cannot_take_the_route_is_refused_with_the_reason(pool):
+    for said in pool(2).run(scenarios.refused):
+        assert len(said) == 3
+        for reason, error in said.items():
+            assert "'w'" in error and reason in error and "leave the route out" in error
+
+
+def test_restarts_that_were_asked_for_are_taken(pool):
+    for (chosen, auto), (wished, result) in pool(2).run(scenarios.wished_restarts):
+        assert (chosen, wished) == ((), (1, 3))
+        assert distance(result, auto, torch.ones(16, 96)) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_factors_of_more_than_16_bits_are_found_in_fp64(dtype):
+    """With float64 asked for they were iterated on in fp32, and further from exact than with float32."""
+    grad = scenarios.spectrum("power law", "w", 0, (24, 200))
+    recipe = choose_recipe(
+        24,
+        200,
+        schedule=resolve_schedule("polar_express", 5),
+        orthogonalizer=Orthogonalizer(dtype=dtype),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        eps=1e-7,
+    ).in_gram_space()
+    wide = grad.double()[None]
+    factors, inverse = find_factors(wide @ wide.mT, recipe)
+    direction = wide * inverse.double()[:, None, None]
+    for factor in factors:
+        direction = factor.double() @ direction
+    exact = orthogonalize(grad.double(), form="standard", dtype="float64")
+    assert float((direction[0] - exact).norm() / exact.norm()) < {"float32": 1e-4, "float64": 1e-6}[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

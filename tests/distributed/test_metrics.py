@@ -32,3 +32,10 @@ def test_grad_sync(pool):
     for found in pool(3).run(scenarios.synced):
         assert differing(found, expected) == []
         assert found["bytes_sent"] > 0
+
+
+@pytest.mark.parametrize("matrices", [True, False])
+def test_exchanges_are_as_many_as_is_said(pool, matrices):
+    for counted, measured, said, nothing in pool(2).run(scenarios.exchanges, matrices):
+        assert counted == measured == said > 0
+        assert not nothing

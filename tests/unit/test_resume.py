@@ -201,6 +201,16 @@ def test_steps_taken_meanwhile_do_not_get_into_a_checkpoint(tmp_path, monkeypatc
     assert same(everything(model, opt), expected)
 
 
+def test_a_background_save_that_could_not_begin_can_be_tried_again(tmp_path, monkeypatch):
+    model, opt = build()
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "async_save", lambda *_, **__: (_ for _ in ()).throw(OSError("no such disk")))
+        with pytest.raises(OSError, match="no such disk"):
+            save_checkpoint(tmp_path / "a", model, opt, wait=False)
+    save_checkpoint(tmp_path / "a", model, opt, wait=False).result()
+    assert latest_checkpoint(tmp_path) == tmp_path / "a"
+
+
 @pytest.mark.parametrize("saved_by", ["float", "tensor"])
 @pytest.mark.parametrize("scheduled", ["saved", "loaded"])
 def test_hyper_parameters_are_judged_by_the_optimizer(tmp_path, saved_by, scheduled):

@@ -87,24 +87,22 @@ def races(outcomes: Sequence[Outcome], challenger: str, baseline: str) -> list[R
     return found
 
 
-def verdict(outcomes: Sequence[Outcome], *, challenger: str = "muon", baseline: str = "adamw") -> list[str]:
-    """Say who won, whoever it is.
+def verdict(outcomes: Sequence[Outcome]) -> list[str]:
+    """Say who won, Muon or AdamW.
 
     Args:
         outcomes: The runs.
-        challenger: Name of one optimizer.
-        baseline: Name of the other.
 
     Returns:
         Sentences, none if the runs hold no such pair.
     """
-    ours, theirs = LABELS[challenger], LABELS[baseline]  # type: ignore[index]
+    ours, theirs = LABELS["muon"], LABELS["adamw"]
     lines = [
         f"{LABELS[o.config.optimizer.name]}, seed {o.config.seed}, did not finish: {o.stopped}."
         for o in outcomes
         if o.stopped
     ]
-    pairs = races(outcomes, challenger, baseline)
+    pairs = races(outcomes, "muon", "adamw")
     if not pairs:
         return lines
     gaps = [pair.baseline_loss - pair.challenger_loss for pair in pairs]
@@ -115,7 +113,8 @@ def verdict(outcomes: Sequence[Outcome], *, challenger: str = "muon", baseline: 
         lines.append(_speed(pairs, ours, theirs))
     else:
         lost = f"in {len(pairs) - len(winners)} of {len(pairs)} seeds " if len(pairs) > 1 else ""
-        lines.append(f"{ours} did NOT reach the final loss of {theirs} {lost}in as many steps: AdamW wins here.")
+        where = "there" if winners else "here"
+        lines.append(f"{ours} did NOT reach the final loss of {theirs} {lost}in as many steps: AdamW wins {where}.")
     lines.extend(filter(None, map(_risen, outcomes)))
     if len(pairs) == 1:
         lines.append("One seed: a small difference may be chance. --seeds 3 tells the spread.")

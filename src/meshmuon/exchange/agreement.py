@@ -136,20 +136,26 @@ class Agreement:
         odd = told[Row.PLACED] > number_of("")
         rows = (bad | own_bad, torn, refused | own_refused, scaled, new_plan, differing, odd)
         found = torch.stack([row.any() for row in rows])
-        beyond = peers.spread(found.to(torch.int32)).bool()
+        anywhere = peers.spread(found.to(torch.int32)).bool().split(1)
+        any_bad, any_torn, any_refused, any_scaled, any_new_plan, any_differing, any_odd = anywhere
         if device.type == "cpu":
-            if bool(beyond[4]) or bool(beyond[5]):
+            if any_new_plan or any_differing:
                 peers.meet(again=True)  # names what differs
                 return self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device, fused=fused)
-            if bool(beyond[2]):
+            if any_refused:
                 self._raise_refusal(watched, refused)
         else:  # nothing is written, and it is reported with the others when the answer has arrived
-            torn, beyond[1] = torn | refused, beyond[1] | beyond[2]
-        bad, torn, differing = (torch.cat([row, beyond[i : i + 1]]) for row, i in ((bad, 0), (torn, 1), (differing, 5)))
-        refusal = next((w.refused for w in watched if w.refused is not None), None)
-        overflow = beyond[3].float()
+            torn, any_torn = torn | refused, any_torn | any_refused
         return Report(
-            self._steps, names, bad, torn, differing, overflow, present=present, refusal=refusal, laid_anew=beyond[6]
+            self._steps,
+            names,
+            torch.cat([bad, any_bad]),
+            torch.cat([torn, any_torn]),
+            torch.cat([differing, any_differing]),
+            any_scaled[0].float(),
+            present=present,
+            refusal=next((w.refused for w in watched if w.refused is not None), None),
+            laid_anew=any_odd[0],
         )
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:

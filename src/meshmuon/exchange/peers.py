@@ -35,11 +35,13 @@ class Peers:
         *,
         settings: Callable[[], Sequence[str]],
         health: Health,
+        checksums: Callable[[], Tensor | None] = lambda: None,
         before: Peers | None = None,
     ) -> None:
         self._plan = plan
         self._groups = groups
         self._settings = settings
+        self._checksums = checksums
         self._health = health
         self._met = False
         # Peers that have met under an older plan, and may still have it: they wait to be told.
@@ -68,21 +70,17 @@ class Peers:
         hashes = [zlib.crc32(words.encode()) >> 1 for words in self._settings()]
         return [hashes[parameter.group] for parameter in self._plan.parameters]
 
-    def meet(self, *, again: bool = False) -> bool:
-        """Make the process groups and prove that all peers have the same plan. Once; later calls do nothing.
+    def meet(self, *, again: bool = False) -> None:
+        """Make the process groups; prove that all peers have the same plan, and replicas the same numbers. Once.
 
         Args:
             again: Whether to prove it once more, because a peer has said that it has a new plan or other settings.
-
-        Returns:
-            Whether this was the first meeting.
 
         Raises:
             PlanMismatchError: Names the first parameter that differs and the ranks. Nothing was changed anywhere.
         """
         if self._met and not again:
-            return False
-        first = not self._met
+            return
         if self._before is not None:
             self._before.announce_new_plan()
         self._groups.ensure(set(self._assemblies))
@@ -96,9 +94,8 @@ class Peers:
         for team, lines in sorted(teams.items()):
             if len(team) > 1:
                 self._compare(team, lines)
-        self._before = None
-        self._met = True
-        return first
+        self._before, self._met = None, True
+        self._compare_values()
 
     def _connected(self) -> Ranks:
         """All ranks that several meshes connect with this one, through ranks they share; nobody for one mesh."""
@@ -122,16 +119,10 @@ class Peers:
         dist.all_gather_object(texts, lines, group=group)
         raise PlanMismatchError(_difference(ranks, texts))
 
-    def compare_values(self, checksums: Tensor | None) -> None:
-        """Prove that ranks that were said to hold the same tensors do.
-
-        Args:
-            checksums: One for each parameter, int32, 0 where nothing was said; None if nothing was said of any.
-
-        Raises:
-            PlanMismatchError: Names the parameters that differ. Nothing was changed anywhere.
-        """
-        if checksums is None or self.alone:
+    def _compare_values(self) -> None:
+        """Prove that ranks that were said to hold the same tensors do."""
+        checksums = None if self.alone else self._checksums()
+        if checksums is None:
             return
         most, minus_least = self.combine(torch.stack([checksums, -checksums]))
         odd = [

@@ -84,7 +84,7 @@ def transfer_of(bucket: Bucket, *, rank: int) -> Transfer:
     Returns:
         The table.
     """
-    owned = [m for m, owner in zip(bucket.matrices, bucket.owners, strict=True) if bucket.team[owner] == rank]
+    owned = bucket.owned_by(rank)
     out = _way(bucket, owned, rank, between_replicas=False)
     back = out if _copies(bucket) == 1 else _way(bucket, owned, rank, between_replicas=True)
     return Transfer(out, back, len(owned))

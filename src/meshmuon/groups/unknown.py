@@ -48,14 +48,12 @@ _OTHERS_KEYS = {
 _GROUP_ONLY = tuple(key for key in MUON_KEYS if key not in MUON_ARGUMENTS)
 _ARGUMENTS = {field.name for field in fields(Execution)} | {"overrides", "expert_keys"}
 _NO_MESH = "Nothing is needed: meshes and layouts are read from the tensors"
-_WITHOUT_OURS = {
-    **dict.fromkeys(("distributed_mesh", "device_mesh", "mesh"), _NO_MESH),
-}
+_WITHOUT_OURS = dict.fromkeys(("distributed_mesh", "device_mesh", "mesh"), _NO_MESH)
 _TORCH_FLAGS = {
     "maximize": "Negate the loss instead",
     "foreach": "Tensors are always processed together where that helps",
     "fused": "AdamW parameters always use torch's fused kernels where there are any",
-    "capturable": "No value is read back from the device during a step, so nothing needs to be switched on",
+    "capturable": "Steps can be captured as they are: use cuda_graph=True",
     "amsgrad": "AdamW parameters take AdamW as published; give those that need it to an optimizer of their own",
     "differentiable": "The orthogonalization is not meant to be differentiated through",
 }

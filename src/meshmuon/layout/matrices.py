@@ -119,6 +119,19 @@ def copy_of(parameter: ParameterRecord, *, rank: int) -> tuple[int, ...]:
     return layout.neighbours(rank, axes)
 
 
+def sent_to_an_owner(parameter: ParameterRecord, *, rank: int) -> ParameterRecord:
+    """Give the record of a parameter whose matrices must travel whole, if they are cut.
+
+    Args:
+        parameter: The record.
+        rank: A global rank.
+
+    Returns:
+        The same with the owner route, or the record itself.
+    """
+    return replace(parameter, route="owner") if len(copy_of(parameter, rank=rank)) > 1 else parameter
+
+
 def _shared_matrices(
     parameter: ParameterRecord, layout: ShardLayout, copies: tuple[tuple[int, ...], ...], *, rank: int
 ) -> Iterator[Matrix]:

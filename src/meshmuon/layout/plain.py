@@ -167,7 +167,7 @@ class PlainLayouts:
 
     def groups(self) -> dict[tuple[int, ...], Any]:
         """Give the process groups that were named, by their ascending global ranks."""
-        named = [shard.group for shard in self._sharded.values()] + [self._replicas]
+        named = [shard.group for shard in self._sharded.values() if shard.dim != WHOLE] + [self._replicas]
         return {tuple(sorted(mesh.ranks_of(group))): group for group in named if group is not None}
 
 

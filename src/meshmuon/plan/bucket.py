@@ -48,6 +48,10 @@ class Bucket:
             return sum(matrix.count for matrix in self.matrices)
         return sum(owner == member for owner in self.owners)
 
+    def owned_by(self, rank: int) -> list[Matrix]:
+        """Give what a global rank of the team computes."""
+        return [m for m, owner in zip(self.matrices, self.owners, strict=True) if self.team[owner] == rank]
+
     @property
     def bytes(self) -> int:
         """Memory it takes during a step on the rank where it takes most: the same number on every rank."""

@@ -271,7 +271,7 @@ def _owned_buckets(
         recipe = recipes[kinds.of(alike[0])]
         route = choose_route(alike[0], recipe, execution)
         if route is Route.SHARDED:
-            recipe = recipe.in_gram_space()
+            recipe = recipe.in_gram_space(execution.orthogonalizer.restarts)
         limit = _at_once(alike[0], recipe, execution, in_flight=execution.max_in_flight)
         rounds: dict[int, list[Matrix]] = {}
         taken = [0] * len(team)

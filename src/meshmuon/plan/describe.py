@@ -183,27 +183,32 @@ def _invariance(plan: Plan) -> list[str]:
 
 def _travel(plan: Plan) -> list[str]:
     """What leaves this rank, team by team."""
-    teams: dict[tuple[int, ...], list[Bucket]] = {}
+    teams: dict[tuple[int, ...], list[Bucket]] = {flat.team: [] for flat in plan.flat if len(flat.team) > 1}
     for bucket in plan.buckets:
         if bucket.route is not Route.LOCAL:
             teams.setdefault(bucket.team, []).append(bucket)
     if not teams:
         return ["nothing travels: every matrix is whole where it is computed"]
-    lines = []
-    for team, buckets in teams.items():
-        costs = [bucket.cost for bucket in buckets for _ in bucket.matrices]
-        owners = [owner for bucket in buckets for owner in bucket.owners]
-        sent = sum(bytes_sent(bucket, plan.rank) for bucket in buckets)
-        if plan.execution.syncs:
-            sent += contributions_sent(plan, team)
-        cut = sum(len(bucket.matrices) for bucket in buckets if bucket.route is Route.SHARDED)
-        stay = f" ({cut} stay where they are: only their Gram matrices travel, not to the last bit)" if cut else ""
-        lines.append(
-            f"{len(owners)} matrices shared by {len(team)} ranks: each travels to one owner and back{stay}, "
-            f"{human(sent, unit='B')} sent by this rank a step in {2 * len(buckets)} all-to-alls; "
-            f"owner balance {balance(costs, owners, len(team)):.2f} (largest load / mean)"
-        )
-    return lines
+    return [_of_team(plan, team, buckets) for team, buckets in teams.items()]
+
+
+def _of_team(plan: Plan, team: tuple[int, ...], buckets: list[Bucket]) -> str:
+    """What this rank sends to one team."""
+    exchanges = 2 * (len(buckets) + sum(flat.team == team for flat in plan.flat)) if len(team) > 1 else 0
+    sent = sum(bytes_sent(bucket, plan.rank) for bucket in buckets)
+    if plan.execution.syncs:
+        sent += contributions_sent(plan, team)
+    costs = f"{human(sent, unit='B')} sent by this rank a step in {exchanges} all-to-alls"
+    if not buckets:
+        return f"AdamW's parameters shared by {len(team)} ranks: gradients travel to owners, results back; {costs}"
+    loads = [bucket.cost for bucket in buckets for _ in bucket.matrices]
+    owners = [owner for bucket in buckets for owner in bucket.owners]
+    cut = sum(len(bucket.matrices) for bucket in buckets if bucket.route is Route.SHARDED)
+    stay = f" ({cut} stay where they are: only their Gram matrices travel, not to the last bit)" if cut else ""
+    return (
+        f"{len(owners)} matrices shared by {len(team)} ranks: each travels to one owner and back{stay}, {costs}; "
+        f"owner balance {balance(loads, owners, len(team)):.2f} (largest load / mean)"
+    )
 
 
 def _repeated(plan: Plan) -> list[str]:

@@ -59,9 +59,9 @@ class FlatBucket:
         """Memory it takes during a step: sent and received, twice, and what is computed from it."""
         return _BYTES * sum(self.spread)
 
-    def owned_by(self, member: int) -> list[Stretch]:
-        """Give what a member of the team updates."""
-        return [stretch for stretch in self.stretches if stretch.owner == member]
+    def owned_by(self, rank: int) -> list[Stretch]:
+        """Give what a global rank of the team updates."""
+        return [stretch for stretch in self.stretches if self.team[stretch.owner] == rank]
 
 
 _BYTES = 4 * 4  # a buffer to send and one to receive, and room for the average and for padding, in fp32

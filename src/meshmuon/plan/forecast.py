@@ -251,15 +251,18 @@ def _gram(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     segments = split_at(recipe.schedule, choose_restarts(recipe.schedule, recipe.dtype))
     ours = recipe.kernels.products == "triton"
     triangle_cost = 1.0 if ours else 2.0
-    restart = 4.0 * m**3  # in Gram space
+    factors = len(segments)
+    restart = 4.0 * m**3 * (factors - 1)  # in Gram space
     small = sum(4 * len(segment) - 3 for segment in segments) * triangle_cost * m**3 + restart
     shares = Counter(bucket.owners)
     held = pieces.held(bucket.matrices, bucket.team)
-    thin = (4.0 + triangle_cost) * m  # for each number held: the Gram matrix, and two factors applied
+    thin = (2.0 * factors + triangle_cost) * m  # for each number held: the Gram matrix, and factors applied
     flops = tuple(thin * held[member] + shares[member] * small for member in range(size))
-    dense = max(4.0 * m * held[member] + shares[member] * restart for member in range(size)) if ours else max(flops)
+    dense = max(flops)
+    if ours:
+        dense = max(2.0 * factors * m * held[member] + shares[member] * restart for member in range(size))
     triangle = m * (m + 1) // 2
-    wire = [count * triangle * 4.0, 2.0 * count * triangle * recipe.dtype.itemsize]
+    wire = [count * triangle * 4.0, 1.0 * factors * count * triangle * recipe.dtype.itemsize]
     calls = 3 + polar_work(recipe, m, n, batch=1).calls
     passes = Work(bytes=max(held) * entry_bytes(recipe) + count * m * m * 8.0, calls=calls)
     work = products(m, dense=dense, symmetric=max(flops) - dense) + passes

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 
 from meshmuon.config import Execution
 from meshmuon.errors import message
@@ -29,31 +32,50 @@ def choose_route(matrix: Matrix, recipe: Recipe, execution: Execution) -> Route:
         OWNED or SHARDED.
 
     Raises:
-        ValueError: If the sharded route was asked for, and the matrix is cut along its short side.
+        ValueError: If the sharded route was asked for, and cannot be taken.
     """
     assert matrix.share is not None
     ranks = len(matrix.share.team)
     if matrix.parameter.route == "owner" or ranks == 1:
         return Route.OWNED
     if matrix.parameter.route == "gram":
-        if recipe.form == "svd" or not is_cut_along_the_long_side(matrix):
-            found = f'route="gram" for a matrix of {matrix.shape} that is cut along its short side, or has replicas'
-            do = "Shard the long side, or leave the route out"
-            raise ValueError(message(f"parameter {matrix.name!r}", found=found, do=do))
+        obstacle = _obstacle(matrix, recipe)
+        if obstacle is not None:
+            found, do = f'route="gram" for a matrix of {matrix.shape} {obstacle.what}', obstacle.remedy
+            raise ValueError(message(f"parameter {matrix.name!r}", found=found, do=f"{do}, or leave the route out"))
         return Route.SHARDED
     m, n = matrix.wide_shape
     exact = execution.layout_invariant or matrix.parameter.device.type == "cpu"
-    if exact or recipe.form == "svd" or ranks * m >= n or not gram_pays(matrix, recipe):
+    if exact or ranks * m >= n:
         return Route.OWNED
-    return Route.SHARDED if is_cut_along_the_long_side(matrix) else Route.OWNED
+    gram = recipe.in_gram_space(execution.orthogonalizer.restarts)
+    takes = gram_pays(matrix, recipe, gram) and _obstacle(matrix, recipe) is None  # which looks at every rank: last
+    return Route.SHARDED if takes else Route.OWNED
 
 
-def gram_pays(matrix: Matrix, recipe: Recipe) -> bool:
+class _Obstacle(NamedTuple):
+    what: str
+    remedy: str
+
+
+def _obstacle(matrix: Matrix, recipe: Recipe) -> _Obstacle | None:
+    """Why a matrix cannot take the sharded route, if so."""
+    if recipe.form == "svd":
+        return _Obstacle('with form="svd"', 'Use form="auto"')
+    if matrix.parameter.dtype == torch.float64:
+        return _Obstacle("in float64, while Gram matrices travel in float32", "Use float32 parameters")
+    if not is_cut_along_the_long_side(matrix):
+        return _Obstacle("that is cut along its short side, or has replicas", "Shard the long side")
+    return None
+
+
+def gram_pays(matrix: Matrix, recipe: Recipe, gram: Recipe) -> bool:
     """Tell whether the sharded route takes less time, by operations and bytes of a rank.
 
     Args:
         matrix: A shared matrix.
         recipe: How it would be computed by an owner.
+        gram: How it would be computed in Gram space.
 
     Returns:
         True if it does.
@@ -64,9 +86,8 @@ def gram_pays(matrix: Matrix, recipe: Recipe) -> bool:
     machine = machine_of(matrix.parameter.device)
     owner = recipe.flops(m, n) / ranks / machine.flops
     moved = 2 * m * n * recipe.input_dtype.itemsize * (ranks - 1) / ranks**2 / machine.bandwidth
-    gram = recipe.in_gram_space()
     segments = len(gram.restarts) + 1
-    small = gram.flops(m, 0) + 4.0 * m**3 * segments  # the iteration, and restarts on the Gram matrix
+    small = gram.flops(m, 0) + 4.0 * m**3 * len(gram.restarts)  # the iteration, and restarts on the Gram matrix
     sharded = ((2.0 + 2.0 * segments) * m * m * n + small) / ranks / machine.flops
     sent = sum(grams_sent((m, n), [0], member, ranks=ranks, recipe=gram) for member in range(ranks)) / ranks
     return sharded + sent / machine.bandwidth < owner + moved

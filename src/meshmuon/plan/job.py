@@ -11,7 +11,7 @@ import torch
 
 from meshmuon.config import Execution, Sharing
 from meshmuon.kernels.configs import Architecture
-from meshmuon.layout.matrices import copy_of
+from meshmuon.layout.matrices import sent_to_an_owner
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.shard_layout import ShardLayout, held, length
@@ -99,7 +99,7 @@ class Job:
         here = (dataclasses.replace(record, local_shape=_local_shape(record, rank)) for record in self._records)
         if not only_owners:
             return list(here)
-        return [dataclasses.replace(r, route="owner" if len(copy_of(r, rank=rank)) > 1 else r.route) for r in here]
+        return [sent_to_an_owner(record, rank=rank) for record in here]
 
     @property
     def parameters(self) -> int:

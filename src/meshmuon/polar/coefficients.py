@@ -151,8 +151,9 @@ def check_schedule(schedule: Schedule) -> None:
     for start in points:
         value = start
         for number, triple in enumerate(schedule, start=1):
-            gain = evaluate(triple, 1.0) if value == 0.0 else evaluate(triple, value) / value
-            value = evaluate(triple, value)
+            a, b, c = triple
+            gain = a + value * value * (b + value * value * c)
+            value *= gain
             if not math.isfinite(value) or abs(gain) > _FP16_MAX or abs(value) > _FP16_MAX:
                 _refuse(f"the iteration leaves the range of fp16 at step {number} from {start:.4g}")
         if value <= 0.0:

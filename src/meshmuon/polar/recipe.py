@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from meshmuon.config import Orthogonalizer
+from meshmuon.config import Orthogonalizer, Restarts
 from meshmuon.kernels.clusters import is_available
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
@@ -84,9 +84,9 @@ class Recipe:
         last = len(self.schedule) - max(self.restarts, default=0)
         return 2.0 * m * m * n * applied + (2.0 * m**3 if self.way.whole and last > 2 else 0.0)
 
-    def in_gram_space(self) -> Recipe:
+    def in_gram_space(self, restarts: Restarts = "auto") -> Recipe:
         """Give the recipe by which a matrix stays cut, and only its Gram matrix is iterated on."""
-        restarts = choose_restarts(self.schedule, self.dtype)
+        restarts = choose_restarts(self.schedule, self.dtype) if restarts == "auto" else restarts
         kernels = replace(self.kernels, products="torch")
         return replace(self, way=Way("gram", restarts), kernels=kernels, invariant=False, program=None)
 

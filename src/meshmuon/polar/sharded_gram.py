@@ -72,8 +72,8 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
     """
     square = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
     inverse = torch.where(square > 0, square.rsqrt(), torch.ones_like(square))
-    # Factors in fp32 are iterated on in fp64: m×m is small, and squares of small singular values need the room.
-    r = (gram * inverse.square()[:, None, None]).to(torch.float64 if recipe.dtype == torch.float32 else torch.float32)
+    # Factors of more than 16 bits are iterated on in fp64: m×m is small, and squares of small singular values need it.
+    r = (gram * inverse.square()[:, None, None]).to(torch.float32 if recipe.dtype.itemsize == 2 else torch.float64)
     if r.device.type != "cpu":
         return _factors(r, recipe), inverse.to(torch.float32)
     found = share(lambda one: _factors(one, recipe), r.split(1), device=r.device)
@@ -82,15 +82,15 @@ def find_factors(gram: Tensor, recipe: Recipe) -> tuple[list[Tensor], Tensor]:
 
 def _factors(r: Tensor, recipe: Recipe) -> list[Tensor]:
     """One factor for each segment."""
-    factors = []
+    factors: list[Tensor] = []
     for segment in split_at(recipe.schedule, recipe.restarts):
+        if factors:
+            last = factors[-1].to(r.dtype)  # as the ranks will apply it
+            r = torch.bmm(torch.bmm(last, r), last)
         q = factor(r, segment, _OPERATIONS)
         # One triangle travels. Rounding leaves q unsymmetric by a hundredth where it lifts most: the mean of q and its
         # transpose is as good as q, one triangle of it mirrored is not (2e-2 against 7e-4 on a power law).
-        q = ((q + q.mT) / 2).to(recipe.dtype)
-        factors.append(q)
-        wide = q.to(r.dtype)  # as the ranks will apply it
-        r = torch.bmm(torch.bmm(wide, r), wide)
+        factors.append(((q + q.mT) / 2).to(recipe.dtype))
     return factors
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshmuon.errors import message
+from meshmuon.errors import message, warn_user
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.route import Route
 from meshmuon.update.fused import BucketUpdates
@@ -130,6 +130,8 @@ class StepGraphs:
         try:
             graph = _recorded(lambda: launch(updates, kept), _devices(self._plan).pop())
         except torch.OutOfMemoryError:  # a graph needs memory of its own
+            do = f"{_TRIED_AGAIN} steps run without one, then it is tried again; a smaller workspace_bytes would help"
+            warn_user(message("cuda_graph", found="not enough memory to capture a step", do=do))
             self._seen[key] = -_TRIED_AGAIN
             return False
         self._captured[key] = _Captured(graph, updates, kept)

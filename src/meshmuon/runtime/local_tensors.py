@@ -90,30 +90,6 @@ class LocalTensors:
             found.extend(whereabouts(local(value)) for value in self._state[param].values())
         return tuple(found)
 
-    def checksums(self, plan: Plan) -> Tensor | None:
-        """Sum up the bits of plain tensors that several ranks are said to hold alike.
-
-        Args:
-            plan: The plan.
-
-        Returns:
-            int32, one for each parameter, 0 for all others; None if there is no such parameter.
-        """
-        sums = [self._bits(record) for record in plan.parameters]
-        found = next((each for each in sums if each is not None), None)
-        if found is None:
-            return None
-        return torch.stack([torch.zeros_like(found) if each is None else each.to(found.device) for each in sums])
-
-    def _bits(self, record: ParameterRecord) -> Tensor | None:
-        param = self._parameter(record).detach()
-        layout = record.layout
-        if layout is None or any(layout.cuts) or len(layout.ranks) == 1 or local(param) is not param:
-            return None
-        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-        total = param.contiguous().view(-1).view(words).sum(dtype=torch.int64)
-        return total.remainder(2**31 - 1).to(torch.int32)
-
     def settle_gradients(self, plan: Plan) -> None:
         """Lay gradients out like their parameters, where all ranks have agreed to take the step.
 

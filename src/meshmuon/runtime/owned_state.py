@@ -67,15 +67,11 @@ class OwnedState:
 
     def matrices(self) -> list[Matrix]:
         """Give the matrices this rank owns."""
-        return [matrix for bucket in self.plan.buckets for matrix in self._mine(bucket)]
-
-    def _mine(self, bucket: Bucket) -> list[Matrix]:
-        owners = zip(bucket.matrices, bucket.owners, strict=True)
-        return [matrix for matrix, owner in owners if bucket.team[owner] == self.plan.rank]
+        return [matrix for bucket in self.plan.buckets for matrix in bucket.owned_by(self.plan.rank)]
 
     def stretches(self) -> list[Stretch]:
         """Give the stretches this rank updates."""
-        return [s for bucket in self.plan.flat for s in bucket.owned_by(bucket.team.index(self.plan.rank))]
+        return [s for bucket in self.plan.flat for s in bucket.owned_by(self.plan.rank)]
 
     def momentum(self, matrix: Matrix) -> Tensor:
         """Give the momentum of a matrix this rank owns, in the dims of its block."""
@@ -116,12 +112,12 @@ class OwnedState:
 
     def momentum_load(self, bucket: Bucket) -> Load:
         """Give the momentum of a bucket's matrices that this rank owns."""
-        buffers = [self.momentum(matrix) for matrix in self._mine(bucket)]
+        buffers = [self.momentum(matrix) for matrix in bucket.owned_by(self.plan.rank)]
         return Load(bucket.number, bucket.device, buffers)
 
     def moments_load(self, bucket: FlatBucket) -> Load:
         """Give both moments of each of a bucket's stretches that this rank updates."""
-        mine = bucket.owned_by(bucket.team.index(self.plan.rank))
+        mine = bucket.owned_by(self.plan.rank)
         return Load(id(bucket), bucket.device, [self.moments(stretch)[key] for stretch in mine for key in _MOMENTS])
 
     @property

@@ -140,9 +140,8 @@ class SyncedStep:
     def _owned(self, bucket: Bucket, average: Tensor, buffers: Sequence[Tensor]) -> list[MatrixTensors]:
         """The matrices of a bucket that this rank owns, as whole ones with averaged gradients."""
         items = []
-        mine = (m for m, o in zip(bucket.matrices, bucket.owners, strict=True) if bucket.team[o] == self.plan.rank)
         offset = 0
-        for matrix, buffer in zip(mine, buffers, strict=True):
+        for matrix, buffer in zip(bucket.owned_by(self.plan.rank), buffers, strict=True):
             param = matrix.block.select(self._parameter(matrix.parameter).detach())
             present = self._is_present(matrix.parameter)
             whole = dataclasses.replace(matrix, share=None, logical_shape=matrix.scaled_shape)
@@ -166,7 +165,7 @@ class SyncedStep:
         if averages is None:
             yield from self._averaged(bucket, held)
         average = held.pop(id(bucket))
-        mine = bucket.owned_by(bucket.team.index(self.plan.rank))
+        mine = bucket.owned_by(self.plan.rank)
         results = [self._flat(s.parameter)[s.start : s.stop].clone() for s in mine]
         with span("adamw"), self.access.on_device(self.owned.moments_load(bucket)) as moments:
             self._update_stretches(bucket, mine, results, average, moments)

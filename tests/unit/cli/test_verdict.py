@@ -57,7 +57,8 @@ def test_equal_seconds_are_called_equal() -> None:
 
 def test_a_loser_is_called_one() -> None:
     outcomes = [outcome("muon", 5.0, 4.0, 3.5), outcome("adamw", 5.0, 4.0, 3.0)]
-    assert "did NOT reach the final loss of torch.optim.AdamW" in " ".join(verdict(outcomes))
+    text = " ".join(verdict(outcomes))
+    assert "did NOT reach the final loss of torch.optim.AdamW in as many steps: AdamW wins here." in text
     assert summary(outcomes)["races"][0]["steps"] is None
 
 
@@ -70,7 +71,8 @@ def test_seeds_give_a_spread_and_a_small_difference_is_a_draw() -> None:
     assert "meshmuon.Muon 2.000 ± 0.100, torch.optim.AdamW 3.000 ± 0.100" in clear[0]
     assert not any("draw" in line for line in clear)
     close = verdict(pairs((2.0, 2.2), (2.1, 1.9), (1.9, 2.0)))
-    assert any("in 1 of 3 seeds" in line for line in close) and "call it a draw" in close[-1]
+    assert any("in 1 of 3 seeds in as many steps: AdamW wins there." in line for line in close)
+    assert "call it a draw" in close[-1]
 
 
 def test_a_run_that_diverged_is_named_and_not_raced() -> None:

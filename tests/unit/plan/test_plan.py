@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmuon.config import Execution, Orthogonalizer
+from meshmuon.layout.matrices import sent_to_an_owner
 from meshmuon.layout.matrix_view import WHOLE, MatrixView
 from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.layout.shard_layout import Cut, ShardLayout, length
@@ -531,3 +532,20 @@ def test_records_of_a_plan_are_data():
     assert dataclasses.replace(plan) == plan
     assert hash(plan.buckets[0].recipe) is not None
     assert not any(isinstance(value, torch.Tensor) for value in dataclasses.asdict(plan)["parameters"][0].values())
+
+
+@pytest.mark.parametrize(("sent", "route"), [(False, Route.SHARDED), (True, Route.OWNED)])
+def test_what_must_reach_an_owner_never_stays_where_it_is(sent, route):
+    """`orthogonalize` of a shard on a GPU: the Gram route would not have the bits of one device."""
+    mesh = Mesh((2,))
+    gpu = torch.device("cuda", 0)
+    layout = mesh.layout((1024, 65536), [(1, 0)])
+    record = parameter("x", (1024, 65536), layout, device=gpu, architecture="hopper")
+    record = sent_to_an_owner(record, rank=0) if sent else record
+    (bucket,) = plan_for(lambda rank: [record], 0, 2).buckets
+    assert bucket.route is route
+
+
+def test_what_is_whole_needs_no_owner():
+    record = parameter("x", (4, 16, 32), Mesh((2,)).layout((4, 16, 32), [(0, 0)]), view=MatrixView(experts=True))
+    assert sent_to_an_owner(record, rank=0) is record
