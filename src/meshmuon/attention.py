@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from meshmuon._compat import without_autocast
 from meshmuon.checks import check_integer, check_number
 from meshmuon.config import check_layer_pattern
 from meshmuon.errors import message
@@ -21,6 +22,7 @@ from meshmuon.layout.mesh import local
 from meshmuon.layout.names import normalise_name
 
 
+@without_autocast()
 @torch.no_grad()
 def max_logits(
     q: Tensor,

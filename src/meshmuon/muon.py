@@ -56,7 +56,7 @@ from meshmuon.step import Step
 logger = logging.getLogger("meshmuon")
 
 # What a copy or a pickle takes along, besides torch's own.
-_OURS = ("_group_defaults", "_execution", "_reasons", "_frozen", "_layouts", "_offloaded")
+_OURS = ("_group_defaults", "_execution", "_routings", "_frozen", "_layouts", "_offloaded")
 
 
 class Muon(Optimizer):
@@ -164,7 +164,7 @@ class Muon(Optimizer):
         self._offloaded = check_offload(offload, self._execution)
         self._layouts = plain_layouts(params, sharded=sharded, process_group=process_group, syncs=self._execution.syncs)
         routed = route_params(params, expert_keys=expert_keys, overrides=overrides)
-        self._reasons, self._frozen = routed.reasons, routed.frozen
+        self._routings, self._frozen = routed.routings, routed.frozen
         super().__init__(routed.groups, {key: given[key] for key in MUON_ARGUMENTS})
         self._start(Homes(params))
         self._announce()
@@ -242,7 +242,7 @@ class Muon(Optimizer):
         self._agreement = Agreement(self._execution.non_finite)
         self._graphs = StepGraphs()
         self._last_unscale = None
-        self._preparation = Preparation(self._execution, self._reasons, homes, self._layouts, on_host=self._offloaded)
+        self._preparation = Preparation(self._execution, self._routings, homes, self._layouts, on_host=self._offloaded)
         self._ready()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

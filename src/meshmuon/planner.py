@@ -78,7 +78,7 @@ def plan_for(
         polar=polar,
         device=_ELSEWHERE if device is None else device,
         architecture=machine.architecture if device is None else None,
-        reasons=routed.reasons,
+        routings=routed.routings,
     )
     routes = job.routes(machine)
     muon, adamw = job.local_bytes("muon"), job.local_bytes("adamw")

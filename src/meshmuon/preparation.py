@@ -10,15 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from meshmuon.config import Execution
+from meshmuon.errors import message, warn_user
 from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
 from meshmuon.exchange.health import Health
 from meshmuon.exchange.peers import Peers
-from meshmuon.groups import group_records
+from meshmuon.groups import group_records, recheck_groups_
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.mesh import mesh_groups
 from meshmuon.layout.plain import PlainLayouts
+from meshmuon.layout.records import Routing
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.plan.describe_groups import exact_values
@@ -29,7 +31,7 @@ from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.qk_clip import HeadClip
 from meshmuon.runtime.snapshot import Snapshot
 from meshmuon.runtime.watch import GradientWatch
-from meshmuon.state import complete_state_
+from meshmuon.state import complete_state_, lacks_state
 from meshmuon.update.fused import BucketUpdates
 
 Groupings = list[dict[str, Any]]
@@ -95,7 +97,7 @@ class Preparation:
 
     Args:
         execution: The bounds and choices of the run.
-        reasons: Why parameters take their algorithm, by name.
+        routings: How parameters were routed, by name.
         homes: The modules that hold the parameters, as far as they are known.
         layouts: Where plain tensors lie.
         on_host: Whether state lives in host memory.
@@ -104,14 +106,14 @@ class Preparation:
     def __init__(
         self,
         execution: Execution,
-        reasons: Mapping[str, str],
+        routings: Mapping[str, Routing],
         homes: Homes,
         layouts: PlainLayouts,
         *,
         on_host: bool = False,
     ) -> None:
         self._execution = execution
-        self._reasons = reasons
+        self._routings = routings
         self._homes = homes
         self._layouts = layouts
         self.on_host = on_host
@@ -129,12 +131,15 @@ class Preparation:
         Returns:
             The plan for the tensors as they are, and what carries it out.
         """
-        for old, new in self._homes.follow():
-            # Its momentum starts anew: the old one lies otherwise.
-            state.pop(old, None)
+        for old, new, keeps_state in self._homes.follow():
+            before = state.pop(old, None)
+            if keeps_state and before is not None:  # else momentum starts anew: the old one lies otherwise
+                state[new] = before
             for group in param_groups:
                 group["params"] = [new if param is old else param for param in group["params"]]
+        self._tell_of_thawed(param_groups)
         if self._ready is None or not self._snapshot.holds_for(param_groups):
+            recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
             plan = self._plan(param_groups)
             if self._execution.cuda_graph:
                 refuse_ungraphable(plan)
@@ -146,7 +151,18 @@ class Preparation:
                 state.clear()
                 state.update({param: {} for group in param_groups for param in group["params"]})
             self._ready, self._snapshot = ready, Snapshot.of(param_groups)  # together, once nothing can fail any more
+        elif self._ready.owned is None and lacks_state(state, param_groups):
+            complete_state_(state, param_groups, on_host=self.on_host)
         return self._ready
+
+    def _tell_of_thawed(self, param_groups: Groupings) -> None:
+        """Warn of parameters that were frozen when they were routed, and would be trained by nobody."""
+        for name, tensor in self._homes.thawed().items():
+            if not any(param is tensor for group in param_groups for param in group["params"]):
+                found = "it has a gradient, but was frozen when the optimizer was made: it is not trained"
+                add = f'opt.add_param_group({{"params": [({name!r}, parameter)], "algorithm": "muon"}})'
+                do = f'Write {add}, or "adamw"; or make the optimizer while it is trainable'
+                warn_user(message(f"parameter {name!r}", found=found, do=do))
 
     def move_state(self, param_groups: Groupings, state: State, *, on_host: bool) -> None:
         """Bring all state to host memory or back; done when this returns.
@@ -175,7 +191,7 @@ class Preparation:
             for index, group in enumerate(param_groups)
             if group["algorithm"] == "muon"
         }
-        records = group_records(param_groups, self._reasons, self._layouts)
+        records = group_records(param_groups, self._routings, self._layouts)
         self._layouts.check_all_found(record.name for record in records)
         return build_plan(
             records,

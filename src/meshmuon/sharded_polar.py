@@ -22,7 +22,6 @@ from meshmuon.layout.records import ParameterRecord, Routing
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.polar import orthogonalize as whole
-from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.update.tensors import MatrixTensors
 
 _EPS = 1e-7
@@ -68,7 +67,7 @@ def orthogonalize(
         raise ValueError(message("x", found=f"{x.ndim}-D", do="Pass matrices: shape (..., m, n)"))
     layouts = PlainLayouts({} if sharded is None else {"x": sharded})
     execution = Execution(orthogonalizer=Orthogonalizer(form=form, dtype=dtype))
-    polar = PolarSettings(resolve_schedule(coefficients, steps), _EPS)
+    polar = PolarSettings(whole.schedule_of(coefficients, steps), _EPS)
     records = [sent_to_an_owner(_record(x, layouts), rank=global_rank())]  # the same bits on every layout
     plan = build_plan(records, polar={0: polar}, execution=execution, rank=global_rank(), ranks=world_size())
     groups = Groups()

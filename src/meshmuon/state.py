@@ -48,13 +48,31 @@ def complete_state_(
         on_host: Whether state lives in host memory.
     """
     complete = {}
-    for group in param_groups:
-        for param in group["params"]:
-            has = state.get(param, {})
-            fits = state_fits(has, param, group, on_host=on_host)
-            complete[param] = has if fits else adapted_state(has, param, group, on_host=on_host)
+    with torch.inference_mode(False), torch.no_grad():  # state made in inference mode could not be written outside it
+        for group in param_groups:
+            for param in group["params"]:
+                has = state.get(param, {})
+                fits = state_fits(has, param, group, on_host=on_host)
+                complete[param] = has if fits else adapted_state(has, param, group, on_host=on_host)
     state.clear()
     state.update(complete)
+
+
+def lacks_state(state: Mapping[Tensor, Any], param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether somebody has taken state away: `opt.state.clear()` is how torch's optimizers are begun afresh.
+
+    Args:
+        state: The optimizer's state, by parameter.
+        param_groups: Its groups.
+
+    Returns:
+        True if a parameter has fewer entries than it needs.
+    """
+    return any(
+        len(state.get(param, ())) < len(STATE_KEYS[group["algorithm"]])
+        for group in param_groups
+        for param in group["params"]
+    )
 
 
 def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], *, on_host: bool = False) -> bool:

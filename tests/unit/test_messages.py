@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import CheckpointError, Muon
+from meshmuon import CheckpointError, Muon, orthogonalize, scale_factor
 
 
 def matrix(rows: int = 4, cols: int = 6) -> nn.Parameter:
@@ -161,3 +161,24 @@ def test_a_refused_checkpoint_without_state_warns_that_it_starts_afresh() -> Non
         warnings.simplefilter("error")
         with pytest.raises(CheckpointError, match="lr"):
             opt.load_state_dict({**state, "state": {}})
+
+
+@pytest.mark.parametrize(
+    ("call", "start"),
+    [
+        (lambda: orthogonalize(torch.eye(3), steps=0), "steps: 0"),
+        (lambda: orthogonalize(torch.eye(3), steps=2.5), "steps: 2.5"),
+        (lambda: orthogonalize(torch.eye(3), coefficients="x"), "coefficients: 'x'"),
+        (lambda: scale_factor((2, 3, 4), "spectral"), "shape: (2, 3, 4)"),
+        (lambda: scale_factor((3, -4), "spectral"), "shape: (3, -4)"),
+    ],
+)
+def test_errors_name_the_argument_that_was_called(call, start):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    assert str(error.value).startswith(start)
+
+
+def test_a_group_takes_a_dict_of_named_parameters():
+    named = dict(torch.nn.Linear(4, 4, bias=False).named_parameters())
+    assert Muon([{"params": named, "algorithm": "muon"}]).param_groups[0]["param_names"] == ["weight"]

@@ -131,3 +131,17 @@ def test_scaled_gradients_are_unscaled():
     del scaled.grad_scale
     found = scaled.metrics()["muon/update_rms"]
     assert found == pytest.approx(rms([model.weight.detach() - before]), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-28, 1e25])
+def test_tiny_and_large_numbers_are_neither_dead_nor_broken(size):
+    model = torch.nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        model.weight.mul_(size)
+    opt = Muon(model)
+    model.weight.grad = torch.full((8, 8), size) + size * torch.eye(8)
+    opt.step()
+    found = opt.metrics()
+    assert (found["dead"], found["non_finite"]) == (0.0, 0.0)
+    expected = opt.state[model.weight]["momentum_buffer"].double().norm().item()
+    assert found["muon/momentum_norm"] == pytest.approx(expected)

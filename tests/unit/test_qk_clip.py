@@ -23,7 +23,7 @@ from tests.unit.attention_models import (
 )
 from torch import nn
 
-from meshmuon import Muon, NonFiniteGradientWarning, QKClip
+from meshmuon import Muon, NonFiniteGradientWarning, QKClip, max_logits
 from meshmuon.runtime import qk_clip
 from meshmuon.update.qk_clip import clip_factors, usable_logits
 
@@ -391,3 +391,42 @@ def test_one_layer_of_each_is_what_the_models_are():
         scores = (q @ k.mT / DIM**0.5).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -INF).softmax(-1)
         torch.testing.assert_close((scores @ v).sum((1, 3)), layer(inputs()))
     assert isinstance(Layers(lambda: Separate(1))(inputs()), torch.Tensor)
+
+
+class Biased(nn.Module):
+    """torch's own attention, whose biases are `in_proj_bias`, and large; or a q bias under a name of its own."""
+
+    def __init__(self, q_bias=False):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 2, bias=not q_bias, batch_first=True)
+        if q_bias:
+            self.attn.q_bias = nn.Parameter(torch.zeros(16))
+        with torch.no_grad():
+            self.attn.in_proj_weight.copy_(torch.randn(48, 16, generator=torch.Generator().manual_seed(0)))
+            if not q_bias:
+                self.attn.in_proj_bias.copy_(5 * torch.randn(48, generator=torch.Generator().manual_seed(1)))
+
+    def logits(self):
+        x = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(2))
+        q, k, _ = (x @ self.attn.in_proj_weight.T + self.attn.in_proj_bias).chunk(3, -1)
+        return max_logits(*(each.view(3, 7, 2, 8).transpose(1, 2) for each in (q, k)))
+
+
+BIASED = {"head_dim": 8, "q": "{layer}.in_proj_weight", "k": "{layer}.in_proj_weight", "fused_rows": (16, 16, 16)}
+
+
+def test_the_bias_of_torchs_attention_is_scaled_along():
+    """`in_proj_bias` beside `in_proj_weight`: left alone, logits stayed three times above the threshold."""
+    model = Biased()
+    opt = Muon(model, lr=0.0, qk_clip=QKClip(threshold=10.0, **BIASED))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    before = model.logits()
+    assert (before > 50).all()
+    opt.step(qk_logits={"attn": before})
+    torch.testing.assert_close(model.logits(), torch.full((2,), 10.0))
+
+
+def test_a_bias_that_is_not_scaled_along_is_named():
+    with pytest.warns(UserWarning, match=r"'attn.q_bias' is not scaled along"):
+        Muon(Biased(q_bias=True), qk_clip=QKClip(threshold=10.0, **BIASED))

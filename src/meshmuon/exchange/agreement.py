@@ -26,7 +26,7 @@ from meshmuon.errors import (
 from meshmuon.exchange.health import AgreedRefusalError
 from meshmuon.exchange.peers import Peers
 from meshmuon.exchange.report import ELSEWHERE, Report
-from meshmuon.exchange.status import Limits, Row, Watched, number_of, status, unusable
+from meshmuon.exchange.status import Limits, Told, Watched, status, unusable
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.self_check import check_alone
 
@@ -127,17 +127,11 @@ class Agreement:
         names = tuple(w.name for w in watched)
         if peers.alone:
             return Report(self._steps, names, bad, overflow=overflow)
-        told = peers.combine(status(watched, bad, overflow, settings=peers.settings_hashes(), unshared=peers.unshared))
-        bad, absent, present, refused, scaled, new_plan, own_bad, own_refused = told[: Row.PLACED].bool()
-        differing = told[Row.SETTINGS] != -told[Row.MINUS_SETTINGS]
-        refused = refused | (present & (told[Row.PLACED] != -told[Row.MINUS_PLACED]))  # each rank lays it out otherwise
-        torn = absent & present & ~refused
+        ours = status(watched, bad, overflow, settings=peers.settings_hashes(), unshared=peers.unshared)
+        told = Told.of(peers.combine(ours))
         # What one mesh has learned must stop the others as well.
-        odd = told[Row.PLACED] > number_of("")
-        rows = (bad | own_bad, torn, refused | own_refused, scaled, new_plan, differing, odd)
-        found = torch.stack([row.any() for row in rows])
-        anywhere = peers.spread(found.to(torch.int32)).bool().split(1)
-        any_bad, any_torn, any_refused, any_scaled, any_new_plan, any_differing, any_odd = anywhere
+        any_bad, any_torn, any_refused, any_overflow, any_new_plan, any_differing, any_odd = peers.anywhere(told)
+        torn, refused = told.torn, told.refused
         if device.type == "cpu":
             if any_new_plan or any_differing:
                 peers.meet(again=True)  # names what differs
@@ -149,11 +143,11 @@ class Agreement:
         return Report(
             self._steps,
             names,
-            torch.cat([bad, any_bad]),
+            torch.cat([told.bad, any_bad]),
             torch.cat([torn, any_torn]),
-            torch.cat([differing, any_differing]),
-            any_scaled[0].float(),
-            present=present,
+            torch.cat([told.differing, any_differing]),
+            any_overflow[0].float(),
+            present=told.present,
             refusal=next((w.refused for w in watched if w.refused is not None), None),
             laid_anew=any_odd[0],
         )

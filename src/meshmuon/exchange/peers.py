@@ -13,7 +13,7 @@ from torch import Tensor
 from meshmuon.errors import PlanMismatchError, message, some
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.health import Health
-from meshmuon.exchange.status import Row
+from meshmuon.exchange.status import Row, Told
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.fingerprint import digest, fingerprint, team_fingerprints
 
@@ -140,8 +140,7 @@ class Peers:
             return
         status = torch.zeros(len(Row), len(self._plan.parameters), dtype=torch.int32, device=self.device)
         status[Row.NEW_PLAN] = 1
-        told = self.combine(status)
-        self.spread(told.amax(dim=1))
+        self.anywhere(Told.of(self.combine(status)))
 
     @property
     def device(self) -> torch.device:
@@ -173,18 +172,19 @@ class Peers:
                 columns[i] = column
         return torch.stack(columns, dim=1)
 
-    def spread(self, flags: Tensor) -> Tensor:
-        """Take the maximum over all connected ranks: what one mesh has learned must stop the others as well.
+    def anywhere(self, told: Told) -> Sequence[Tensor]:
+        """Tell for each of `Told.alarms` whether it is true of anything on any connected rank.
 
         Args:
-            flags: int32, the same on all ranks of a mesh.
+            told: What the ranks of this rank's meshes have told.
 
         Returns:
-            The same on all of them.
+            Bools of one element each, the same on all of them.
         """
+        flags = torch.stack([row.any() for row in told.alarms]).to(torch.int32)
         if self._everyone:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups[self._everyone])
-        return flags
+        return flags.bool().split(1)
 
     def largest(self, ranks: Ranks, numbers: Tensor) -> Tensor:
         """Take the element-wise maximum over the ranks of a mesh. Every one of them must ask.

@@ -34,6 +34,46 @@ class Row(IntEnum):
     MINUS_SETTINGS = 11  # the largest of -h is minus the least of h: the two tell whether all have the same h
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the ranks of a mesh have told each other, for each parameter.
+
+    Attributes:
+        bad: Whether a gradient is not usable.
+        torn: Whether some ranks have a gradient, and some have none.
+        refused: Whether a rank cannot take the gradient at all, or has it laid out otherwise than others.
+        differing: Whether ranks have other hyper-parameters.
+        present: Whether any rank has a gradient.
+        alarms: What must stop other meshes as well: a row each of bad, torn, refused, GradScaler's overflow, a new
+            plan, differing, and of gradients that are not laid out like their parameters.
+    """
+
+    bad: Tensor
+    torn: Tensor
+    refused: Tensor
+    differing: Tensor
+    present: Tensor
+    alarms: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Told:
+        """Read the rows that have come back.
+
+        Args:
+            rows: One for each `Row`, of which each rank has sent its own.
+
+        Returns:
+            What they mean.
+        """
+        bad, absent, present, refused, overflow, new_plan, own_bad, own_refused = rows[: Row.PLACED].bool()
+        differing = rows[Row.SETTINGS] != -rows[Row.MINUS_SETTINGS]
+        refused = refused | (present & (rows[Row.PLACED] != -rows[Row.MINUS_PLACED]))  # each rank lays it out otherwise
+        torn = absent & present & ~refused
+        odd = rows[Row.PLACED] > number_of("")
+        alarms = (bad | own_bad, torn, refused | own_refused, overflow, new_plan, differing, odd)
+        return cls(bad, torn, refused, differing, present, alarms)
+
+
 @dataclass(slots=True)  # not frozen: one is made for every tensor at every step, in a third of the time
 class Watched:
     """A parameter's gradient, if it has one.

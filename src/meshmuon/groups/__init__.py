@@ -3,7 +3,14 @@
 A group dict holds numbers, strings and tuples only, so that it pickles and loads with `weights_only=True`.
 """
 
-from meshmuon.groups.complete import check_group_parameters, complete_group, declare_shards, group_records, read_once
+from meshmuon.groups.complete import (
+    check_group_parameters,
+    complete_group,
+    declare_shards,
+    group_records,
+    read_once,
+    recheck_groups_,
+)
 from meshmuon.groups.keys import MUON_ARGUMENTS, check_values, group_defaults
 from meshmuon.groups.unknown import refuse_keywords
 
@@ -16,5 +23,6 @@ __all__ = [
     "group_defaults",
     "group_records",
     "read_once",
+    "recheck_groups_",
     "refuse_keywords",
 ]

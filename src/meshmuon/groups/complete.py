@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import Tensor
@@ -101,6 +102,9 @@ def declare_shards(group: Mapping[str, Any], layouts: PlainLayouts, *, index: in
     layouts.declare(names, said)
 
 
+_NOT_PLAIN = ("view", "state_dtype", "ns_coefficients", "adjust_lr_fn")  # as users may write them
+
+
 def _settle_adamw(result: dict[str, Any], group: Mapping[str, Any]) -> None:
     """A group's own lr and weight decay are meant as written: no ratio, and for vectors too."""
     if "lr" in group and "adamw_lr_ratio" not in group:
@@ -129,6 +133,7 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
     if not isinstance(params, Iterable):
         found = f"params is a {type(params).__name__}"
         raise TypeError(message(where, found=found, do="Use a list of tensors, or of (name, tensor) pairs"))
+    params = params.items() if isinstance(params, Mapping) else params
     listed = [params] if isinstance(params, Tensor) else list(params)
     names = group.get("param_names", group.get("names"))
     if names is not None and not any(isinstance(item, tuple) for item in listed):
@@ -149,6 +154,33 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
             raise ValueError(message(where, found=found, do="Give each parameter once"))
         seen[id(tensor)] = repr(name)
     return listed
+
+
+def recheck_groups_(param_groups: Sequence[dict[str, Any]], *, orthogonalizer: Orthogonalizer) -> None:
+    """Check groups that may have been edited, before anything is planned with them.
+
+    Args:
+        param_groups: The optimizer's groups; edited values get the plain form they are saved in.
+        orthogonalizer: The optimizer's.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a value is out of range or missing, or names do not fit the parameters.
+    """
+    for index, group in enumerate(param_groups):
+        where = f"param_groups[{index}]"
+        algorithm = group.get("algorithm")
+        lacking = [key for key in ("algorithm", *KEYS.get(str(algorithm), ())) if key not in group]
+        if lacking:
+            do = "Add groups with opt.add_param_group, which completes them"
+            raise ValueError(message(where, found=f"no {some(map(repr, lacking))}", do=do))
+        known: Any = check_word(f"{where}['algorithm']", algorithm, get_args(Algorithm))
+        names = group.get("param_names", group["params"])
+        if len(names) != len(group["params"]):
+            found = f"{len(group['params'])} parameters and {len(names)} param_names"
+            raise ValueError(message(where, found=found, do="Take a parameter and its name out together"))
+        plain = check_values(group, known, orthogonalizer=orthogonalizer, where=where)
+        group.update({key: plain[key] for key in _NOT_PLAIN if key in plain})
 
 
 def check_group_parameters(
@@ -190,13 +222,13 @@ def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[int, str], 
 
 
 def group_records(
-    param_groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str], layouts: PlainLayouts
+    param_groups: Sequence[Mapping[str, Any]], routings: Mapping[str, Routing], layouts: PlainLayouts
 ) -> list[ParameterRecord]:
     """Describe every parameter of an optimizer as data.
 
     Args:
         param_groups: The optimizer's groups.
-        reasons: Name → why it was routed so; a parameter without one was put into its group by the user.
+        routings: Name → how it was routed; a parameter without one was put into its group by the user.
         layouts: Where plain tensors lie.
 
     Returns:
@@ -212,8 +244,8 @@ def group_records(
         view = MatrixView.of(group.get("view"))
         for position, (name, tensor) in enumerate(zip(names, group["params"], strict=True)):
             check_parameter(name, tensor)
-            reason = reasons.get(name, f"its group says {group['algorithm']}")
-            routing = Routing(name, group["algorithm"], reason, view)
+            known = routings.get(name, Routing(name, group["algorithm"], f"its group says {group['algorithm']}"))
+            routing = replace(known, algorithm=group["algorithm"], view=view)
             layout = layouts.layout_of(name, tensor)
             records.append(
                 ParameterRecord(

@@ -47,7 +47,9 @@ def export_torch_state(opt: Muon) -> dict[str, dict[str, Any]]:
             kept[algorithm].update({first + i: _entry(state[each.key]) for i, each in enumerate(part)})
             settings = _muon_settings(part) if algorithm == "muon" else _adamw_settings(part[0])
             names = {"param_names": [each.name for each in part]} if "param_names" in group else {}
-            schedules = {key: group[key] for key in ("initial_lr",) if key in group}
+            schedules = {}
+            if "initial_lr" in group:  # as torch's schedulers find it when they go on
+                schedules["initial_lr"] = float(group["initial_lr"]) * group.get("adamw_lr_ratio", 1.0)
             groups[algorithm].append(
                 {**settings, **schedules, **names, "params": list(range(first, first + len(part)))}
             )
@@ -58,7 +60,7 @@ def _parts(members: Sequence[Target]) -> list[list[Target]]:
     """A group, or its matrices and its vectors where only the former are decayed."""
     if not members or members[0].algorithm == "muon" or members[0].group["decay_vectors"]:
         return [list(members)] if members else []
-    parts = ([each for each in members if each.param.ndim >= 2], [each for each in members if each.param.ndim < 2])
+    parts = ([each for each in members if not each.is_vector], [each for each in members if each.is_vector])
     return [part for part in parts if part]
 
 

@@ -57,6 +57,7 @@ class Target:
         group: Its group.
         shape: Its shape over all ranks.
         layout: Where it lies; None: whole, here.
+        is_vector: Whether it is not decayed unless that was asked for.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Target:
     group: Mapping[str, Any]
     shape: tuple[int, ...]
     layout: ShardLayout | None
+    is_vector: bool
 
     @property
     def algorithm(self) -> Algorithm:
@@ -92,6 +94,7 @@ def targets(opt: Muon) -> list[Target]:
             group=opt.param_groups[record.group],
             shape=record.shape,
             layout=record.layout,
+            is_vector=record.is_vector,
         )
         for record in records
     ]

@@ -149,7 +149,7 @@ def our_settings(target: Target) -> dict[str, Any]:
     if target.algorithm == "muon":
         keys = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
         return {key: group[key] for key in (*keys, "extra_scale_factor", "weight_decay_mode")}
-    decays = group["decay_vectors"] or target.param.ndim >= 2
+    decays = group["decay_vectors"] or not target.is_vector
     return {
         "lr": float(group["lr"]) * group["adamw_lr_ratio"],
         "weight_decay": group["weight_decay"] if decays else 0.0,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.config import QKClip
-from meshmuon.errors import message, some
+from meshmuon.errors import message, some, warn_user
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.layout.shard_layout import Intervals
 
@@ -179,10 +179,10 @@ def _layer(
         if len(weight.record.shape) != 2:
             found = f"{len(weight.record.shape)}-D of shape {weight.record.shape}"
             raise ValueError(message(_subject(weight), found=found, do="QK-clip scales rows of 2-D parameters"))
-        stem = weight.record.name.removesuffix(".weight")
-        bias = known.get(f"{stem}.bias") if stem != weight.record.name else None
+        bias = _bias_of(weight.record.name, known)
         if bias is not None and bias.shape == (weight.rows,):
             parameters.append(HeadParameter(bias, weight.side))
+    _warn_of_biases(name, parameters, known)
     if len({str(parameter.record.device) for parameter in parameters}) > 1:
         found = f"on {' and '.join(sorted({str(p.record.device) for p in parameters}))}"
         do = "Put the q and k of a layer on one device"
@@ -193,6 +193,24 @@ def _layer(
         do = 'Correct head_dim, or give kind="gqa" where k heads are shared by the same number of q heads each'
         raise ValueError(message(_subject(parameters[0]), found=found, do=do))
     return AttentionLayer(name, clip, tuple(parameters), q_heads, k_heads, _team(name, parameters))
+
+
+def _bias_of(weight: str, known: Mapping[str, ParameterRecord]) -> ParameterRecord | None:
+    """`q_proj.bias` for `q_proj.weight`, `in_proj_bias` for `in_proj_weight`."""
+    stem = weight.removesuffix("weight")
+    return known.get(f"{stem}bias") if stem != weight else None
+
+
+def _warn_of_biases(layer: str, parameters: Sequence[HeadParameter], known: Mapping[str, ParameterRecord]) -> None:
+    """Name biases of the same modules that may be part of q or k, and are not scaled along: `attn.q_bias`, say."""
+    scaled = {parameter.record.name for parameter in parameters}
+    modules = {name.rpartition(".")[0] for name in scaled}
+    for name, record in known.items():
+        module, _, leaf = name.rpartition(".")
+        if module in modules and name not in scaled and "bias" in leaf and len(record.shape) == 1 and leaf[0] != "v":
+            found = f"{name!r} is not scaled along, and may be a part of its logits"
+            do = "Where it is, logits stay above the threshold: give q and k biases of their own (`q.bias`, `k.bias`)"
+            warn_user(message(f"qk_clip, layer {layer!r}", found=found, do=do))
 
 
 def _counted(clip: QKClip, weights: Sequence[HeadParameter]) -> tuple[int, int]:

@@ -17,12 +17,21 @@ from meshmuon.layout.shard_layout import Interval, Intervals, ShardLayout, clip,
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which algorithm a parameter takes, and why."""
+    """Which algorithm a parameter takes, and why.
+
+    Attributes:
+        name: Its normalised name.
+        algorithm: What it takes.
+        reason: In words, for the user.
+        view: How it is a stack of matrices.
+        like_a_vector: Whether it is a norm or a bias, whatever its shape: not decayed unless that was asked for.
+    """
 
     name: str
     algorithm: Algorithm
     reason: str
     view: MatrixView = WHOLE
+    like_a_vector: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,11 @@ class ParameterRecord:
     def name(self) -> str:
         """Its normalised name."""
         return self.routing.name
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is not decayed unless that was asked for: it has fewer than 2 dims, or is a norm or a bias."""
+        return len(self.shape) < 2 or self.routing.like_a_vector
 
     @property
     def numel(self) -> int:

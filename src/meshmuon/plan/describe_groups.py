@@ -60,7 +60,7 @@ def describe_groups(param_groups: Sequence[Mapping[str, Any]], *, frozen: Sequen
     added_since = {name for group in param_groups for name in group.get("param_names", ())}
     if left_out := [name for name in frozen if name not in added_since]:
         count = f"{len(left_out)} tensor{'s' if len(left_out) > 1 else ''}"
-        lines.append(f"Left out, requires_grad=False: {count}: {some(left_out, limit=3)}")
+        lines.append(f"Left out, frozen when the optimizer was made: {count}: {some(left_out, limit=3)}")
     muon = [group for group in param_groups if group["algorithm"] == "muon"]
     if any(g["ns_coefficients"] == "polar_express" and g["adjust_lr_fn"] == "match_rms_adamw" for g in muon):
         lines.append(

@@ -38,7 +38,7 @@ class Job:
         polar: How polar factors are computed.
         device: What recipes are chosen for.
         architecture: Of a GPU that is elsewhere; None: look at the device.
-        reasons: Name → why it takes its algorithm, where that is known.
+        routings: Name → how it was routed, where that is known.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Job:
         polar: PolarSettings,
         device: torch.device,
         architecture: Architecture | None,
-        reasons: Mapping[str, str],
+        routings: Mapping[str, Routing],
     ) -> None:
         self.mesh = mesh
         self._device, self._architecture = device, architecture
-        self._reasons = reasons
+        self._routings = routings
         self._execution = execution
         self._polar = polar
         self._ranks = tuple(range(mesh.ranks))
@@ -74,7 +74,8 @@ class Job:
     ) -> ParameterRecord:
         shape = tuple(tensor.shape)
         layout = self.mesh.layout(name, shape, view, self._ranks)
-        routing = Routing(name, algorithm, self._reasons.get(name, "its group says so"), view)
+        known = self._routings.get(name, Routing(name, algorithm, "its group says so"))
+        routing = dataclasses.replace(known, algorithm=algorithm, view=view)
         return ParameterRecord(
             routing,
             *number,

@@ -9,6 +9,7 @@ belong to one thread each ([Note: one product, one thread] in kernels/crew.py).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,7 +22,7 @@ from meshmuon.kernels import elementwise
 from meshmuon.kernels.crew import share
 from meshmuon.kernels.self_check import check_alone, check_kernels
 from meshmuon.polar import cost
-from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.coefficients import Schedule, resolve_schedule
 from meshmuon.polar.cpu_operations import CpuOperations, count_panels
 from meshmuon.polar.kernel_operations import KernelOperations
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
@@ -76,7 +77,7 @@ def orthogonalize(
         raise TypeError(message("x", found=_kind(x), do="Pass a dense floating-point tensor of shape (..., m, n)"))
     if x.ndim < 2:
         raise ValueError(message("x", found=f"{x.ndim}-D", do="Pass matrices: shape (..., m, n)"))
-    schedule = resolve_schedule(coefficients, steps)
+    schedule = schedule_of(coefficients, steps)
     if x.numel() == 0:
         return torch.empty_like(x)
     rows, cols = x.shape[-2:]
@@ -97,6 +98,26 @@ def orthogonalize(
     result = torch.cat(parts) if len(parts) > 1 else parts[0]
     result = result.mT if rows > cols else result
     return result.to(x.dtype).reshape(x.shape)
+
+
+def schedule_of(coefficients: str | Sequence[object], steps: int) -> Schedule:
+    """Resolve a schedule under the names that `orthogonalize` has for its arguments.
+
+    Args:
+        coefficients: As in `orthogonalize`.
+        steps: As in `orthogonalize`.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If one is out of range.
+        TypeError: If one is of the wrong type.
+    """
+    try:
+        return resolve_schedule(coefficients, steps)
+    except (ValueError, TypeError) as error:
+        raise type(error)(re.sub(r"\bns_(?=steps|coefficients)", "", str(error))) from None
 
 
 def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = None) -> Tensor:

@@ -49,10 +49,14 @@ def route_model(
         TypeError: If a parameter is of a kind that cannot be trained.
     """
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=True):
+    modules = dict(model.named_modules(remove_duplicate=True))
+    for prefix, module in modules.items():
+        # A parametrized tensor lies in a list of its own, below the module it belongs to.
+        path = prefix.split(".")
+        owner = modules[".".join(path[:-2])] if path[-2:-1] == ["parametrizations"] else module
         for leaf, tensor in module._parameters.items():
             if tensor is not None:
-                holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, module))
+                holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, owner))
     raw = [(name, tensor) for name, tensor in model.named_parameters()]
     names = normalise_names(name for name, _ in raw)
     head, followed = head_by_size(model), followed_layers(model)
@@ -111,10 +115,10 @@ def route_names(
 
 @dataclass(frozen=True, slots=True)
 class RoutedGroups:
-    """Group dicts as a user may write them, and the reasons for those parameters that were routed or left out here."""
+    """Group dicts as a user may write them, and by name, what was routed or left out here."""
 
     groups: list[dict[str, Any]]
-    reasons: dict[str, str]
+    routings: dict[str, Routing]
     frozen: tuple[str, ...] = ()
 
 
@@ -127,7 +131,7 @@ def route_params(params: Any, *, expert_keys: Sequence[str], overrides: Override
         overrides: As in `route_model`.
 
     Returns:
-        Groups and reasons.
+        Groups and routings.
 
     Raises:
         TypeError: If it is none of these.
@@ -174,7 +178,7 @@ def _routed_groups(routed: Sequence[RoutedTensor], named: Iterable[tuple[str, Te
     if not routed:
         raise ValueError(message("params", found="no trainable parameter", do="Unfreeze something (requires_grad)"))
     frozen = normalise_names(name for name, tensor in named if not tensor.requires_grad)
-    return RoutedGroups(groups_of(routed), {item.routing.name: item.routing.reason for item in routed}, tuple(frozen))
+    return RoutedGroups(groups_of(routed), {item.routing.name: item.routing for item in routed}, tuple(frozen))
 
 
 def param_groups(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -29,10 +31,14 @@ _HEAD_NAMES = (
 )
 # Too common inside a model to mean "head" anywhere but at its top.
 _TOP_HEAD_NAMES = ("head", "heads", "output", "fc", "score")
-_TOP_PREFIXES = ("model", "transformer", "backbone")
+_TOP_PREFIXES = ("model", "transformer", "backbone", *_TOP_HEAD_NAMES)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _NORM_NAMES = ("LayerNorm", "RMSNorm")  # how those of other libraries end
 _MAGNITUDES = ("weight_g", "original0")  # of torch.nn.utils.weight_norm, the old and the new
+# What stands for the weight of a module under torch.nn.utils: plain, pruned or normalised, the old ways and the new.
+_WEIGHT_LEAVES = ("weight", "weight_v", "weight_orig", "original", "original1")
+_PLAIN_LEAVES = ("kernel", *_WEIGHT_LEAVES[:3])
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original\d*$")
 _LORA_WORDS = ("lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding", "lora_magnitude")
 
 
@@ -54,12 +60,40 @@ class Candidate:
         return self.name.rsplit(".", 1)[-1].lower()
 
     @property
+    def path(self) -> _Path:
+        """Its name as the rules read it."""
+        return _Path.of(self.name)
+
+    @property
     def owner(self) -> str:
         """What the reason says about where the knowledge comes from."""
         if not self.modules:
             return "by name"
         kind = type(self.modules[0])
         return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A name as the rules read it: without parametrizations, the leaf of a plain weight, and the numbers behind it.
+
+    Attributes:
+        words: What stands after the last number: `mlp`, `fc` of `layers.0.mlp.fc.weight`, and of `mlp.fc.2.weight`.
+        in_a_block: Whether there is a number before them.
+    """
+
+    words: tuple[str, ...]
+    in_a_block: bool
+
+    @classmethod
+    def of(cls, name: str) -> _Path:
+        parts = _PARAMETRIZED.sub(r"\1\2", name.lower()).split(".")
+        if len(parts) > 1 and parts[-1] in _PLAIN_LEAVES:
+            parts.pop()
+        while len(parts) > 1 and parts[-1].isdigit():
+            parts.pop()
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        return cls(tuple(parts[numbers[-1] + 1 if numbers else 0 :]), bool(numbers))
 
 
 Rule: TypeAlias = "Callable[[Candidate], Routing | None]"
@@ -83,9 +117,9 @@ def _few_dims(c: Candidate) -> Routing | None:
 
 def _norm(c: Candidate) -> Routing | None:
     if any(isinstance(m, _NORMS) or type(m).__name__.endswith(_NORM_NAMES) for m in c.modules):
-        return Routing(c.name, "adamw", f"normalisation ({c.owner})")
+        return Routing(c.name, "adamw", f"normalisation ({c.owner})", like_a_vector=True)
     if c.leaf in _MAGNITUDES and sum(size > 1 for size in c.tensor.shape) <= 1:
-        return Routing(c.name, "adamw", "magnitudes of a weight norm, by name")
+        return Routing(c.name, "adamw", "magnitudes of a weight norm, by name", like_a_vector=True)
     return None
 
 
@@ -94,20 +128,20 @@ def _embedding(c: Candidate) -> Routing | None:
         others = [name for name in c.all_names if name != c.name]
         tied = f", tied to {some(others, limit=2)}" if others else ""
         return Routing(c.name, "adamw", f"embedding{tied}")
-    # With modules at hand their type decides; only a bare parameter (`pos_embed`) is judged by its own name.
-    name = c.leaf if c.modules else c.name.lower()
-    if any(word in name for word in _EMBEDDING_WORDS) and not _is_head_name(c.name):
+    # With modules at hand their type decides; only a bare parameter (`pos_embed`) is judged by its own name. Without
+    # them, not by what is before a number: `embedder.0.fc.weight` is a matrix of some tower.
+    words = (c.leaf,) if c.modules else c.path.words
+    if any(word in part for part in words for word in _EMBEDDING_WORDS) and not _is_head_name(c.path):
         return Routing(c.name, "adamw", "embedding, by name")
     return None
 
 
-def _is_head_name(name: str) -> bool:
-    parts = [part.lower() for part in name.split(".") if not part.isdigit()]
-    parts = parts[:-1] if parts and parts[-1] in ("weight", "kernel") else parts
-    if parts and parts[-1] in _HEAD_NAMES:
+def _is_head_name(path: _Path) -> bool:
+    *above, last = path.words or ("",)
+    if last in _HEAD_NAMES:
         return True
-    path = [part for part in parts[:-1] if part not in _TOP_PREFIXES]
-    return bool(parts) and parts[-1] in _TOP_HEAD_NAMES and not path
+    at_the_top = not path.in_a_block and all(part in _TOP_PREFIXES for part in above)
+    return last in _TOP_HEAD_NAMES and at_the_top
 
 
 def head_by_size(model: nn.Module) -> Tensor | None:
@@ -115,8 +149,8 @@ def head_by_size(model: nn.Module) -> Tensor | None:
 
     Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
     """
-    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
-    shaped = [(module, w) for module, w in weights if isinstance(w, Tensor) and not is_lazy(w)]
+    weights = [(module, _weight_of(module)) for module in model.modules()]
+    shaped = [(module, weight) for module, weight in weights if weight is not None]
     linears = [weight for module, weight in shaped if isinstance(module, nn.Linear)]
     vocabularies = {weight.shape for module, weight in shaped if _is_embedding(module)}
     if not linears or linears[-1].shape not in vocabularies:
@@ -124,21 +158,43 @@ def head_by_size(model: nn.Module) -> Tensor | None:
     return linears[-1] if sum(weight.shape == linears[-1].shape for weight in linears) == 1 else None
 
 
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """The tensor behind `module.weight`. It is not computed: a parametrization may write buffers and draw numbers."""
+    held = module._parameters
+    parametrized = module._modules.get("parametrizations")
+    if isinstance(parametrized, nn.ModuleDict) and "weight" in parametrized:
+        held = parametrized["weight"]._parameters
+    found = next((tensor for leaf in _WEIGHT_LEAVES if (tensor := held.get(leaf)) is not None), None)
+    return None if found is None or is_lazy(found) else found
+
+
 def followed_layers(model: nn.Module) -> set[Tensor]:
-    """Those in an nn.Sequential before its last matrix: of `classifier = Sequential(...)` only the last is a head."""
+    """Those that others come after, one by one: of `classifier = Sequential(...)` only the last is a head.
+
+    Layers of a ModuleList follow each other if each takes as many numbers as the one before gives: several heads don't.
+    """
     found: set[Tensor] = set()
     for stack in model.modules():
-        if isinstance(stack, nn.Sequential):
-            weights = [getattr(layer, "weight", None) for layer in stack]
-            found.update([w for w in weights if isinstance(w, Tensor) and not is_lazy(w) and w.ndim == 2][:-1])
+        if not isinstance(stack, (nn.Sequential, nn.ModuleList)):
+            continue
+        layers = [weights for layer in stack if (weights := _matrices_in(layer))]
+        for earlier, later in itertools.pairwise(layers):
+            if isinstance(stack, nn.Sequential) or earlier[-1].shape[0] == later[0].shape[1]:
+                found.update(earlier)
     return found
+
+
+def _matrices_in(module: nn.Module) -> list[Tensor]:
+    weights = map(_weight_of, module.modules())
+    return [weight for weight in weights if weight is not None and weight.ndim == 2]
 
 
 def _head(c: Candidate) -> Routing | None:
     if c.tensor.ndim != 2:
         return None
-    is_numbered = c.name.rpartition(".")[0].rpartition(".")[2].isdigit()  # then the word is the stack's, not its own
-    if _is_head_name(c.name) and not (c.is_followed and is_numbered):
+    plain = _PARAMETRIZED.sub(r"\1\2", c.name)
+    is_numbered = plain.rpartition(".")[0].rpartition(".")[2].isdigit()  # then the word is the stack's, not its own
+    if _is_head_name(c.path) and not (c.is_followed and is_numbered):
         return Routing(c.name, "adamw", "output head, by name")
     if c.is_head_by_size:
         return Routing(c.name, "adamw", "output head: the last nn.Linear, shaped like the embedding")
@@ -146,7 +202,7 @@ def _head(c: Candidate) -> Routing | None:
 
 
 def _bias(c: Candidate) -> Routing | None:
-    return Routing(c.name, "adamw", "bias, by name") if "bias" in c.leaf else None
+    return Routing(c.name, "adamw", "bias, by name", like_a_vector=True) if "bias" in c.leaf else None
 
 
 def _low_rank_factor(c: Candidate) -> Routing | None:
@@ -175,7 +231,7 @@ def _experts(c: Candidate) -> Routing | None:
 
 def _vector_in_disguise(c: Candidate) -> Routing | None:
     if c.tensor.ndim >= 3 and sum(size > 1 for size in c.tensor.shape) <= 1:
-        return Routing(c.name, "adamw", "a vector: one dim is larger than 1")
+        return Routing(c.name, "adamw", "a vector: one dim is larger than 1", like_a_vector=True)
     return None
 
 

@@ -34,4 +34,4 @@ def decays(param_groups: Sequence[Mapping[str, Any]], record: ParameterRecord) -
     Returns:
         True if it is.
     """
-    return len(record.shape) >= 2 or bool(param_groups[record.group]["decay_vectors"])
+    return not record.is_vector or bool(param_groups[record.group]["decay_vectors"])

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from meshmuon.layout.mesh import placements
 
-# What a plan depends on. Every other hyper-parameter is read anew at each step.
+# What a plan depends on, and words, which are checked when a plan is made. Numbers are read anew at each step.
 _PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route", "mode")
+_WORDS = ("adjust_lr_fn", "weight_decay_mode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +81,4 @@ class Snapshot:
 
 
 def _settings(param_groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(group.get(key) for key in _PLANNED_KEYS) for group in param_groups)
+    return tuple(tuple(group.get(key) for key in (*_PLANNED_KEYS, *_WORDS)) for group in param_groups)

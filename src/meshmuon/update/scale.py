@@ -7,6 +7,7 @@ from typing import get_args
 
 from meshmuon.checks import check_number, check_word
 from meshmuon.config import LRRule
+from meshmuon.errors import message
 
 
 def scale_factor(shape: tuple[int, int], rule: LRRule | None) -> float:
@@ -22,8 +23,10 @@ def scale_factor(shape: tuple[int, int], rule: LRRule | None) -> float:
         The factor; 0 if a side is 0.
 
     Raises:
-        ValueError: If the rule is unknown.
+        ValueError: If the rule is unknown, or the shape is not that of a matrix.
     """
+    if len(shape) != 2 or min(shape) < 0:
+        raise ValueError(message("shape", found=f"{tuple(shape)}", do="Give (out, in), of the matrix as it is viewed"))
     rows, cols = shape
     word = "original" if rule is None else check_word("rule", rule, get_args(LRRule))
     if rows == 0 or cols == 0:

@@ -118,3 +118,13 @@ def test_what_torch_cannot_do_is_refused_by_name(settings: dict[str, Any], match
         export_torch_state(opt)
     with pytest.raises(TypeError, match="AdamW"):
         export_torch_state(torch.optim.AdamW(make_net().parameters()))  # type: ignore[arg-type]
+
+
+def test_a_schedule_goes_on_from_the_rate_that_adamw_had() -> None:
+    """`initial_lr` without the ratio made AdamW's rate jump by 1 / adamw_lr_ratio when a schedule was resumed."""
+    net = make_net()
+    opt = Muon(net, **SETTINGS)
+    torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
+    for made, expected in zip(torchs_own(net, export_torch_state(opt)), (0.01, 0.003), strict=True):
+        torch.optim.lr_scheduler.LambdaLR(made, lambda _: 1.0, last_epoch=5)
+        assert [group["lr"] for group in made.param_groups] == [pytest.approx(expected)] * len(made.param_groups)

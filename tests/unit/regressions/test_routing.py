@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.regressions.tools import Holder, must_fail, parameter, reasons, routes
+from tests.unit.regressions.tools import Holder, must_fail, parameter, reasons, routes, step
 from torch import nn
 
 from meshmuon import Muon, View, param_groups
@@ -203,3 +203,112 @@ def test_parts_of_different_kinds_in_one_projection_cannot_be_excluded() -> None
     count = sum(len(bucket.matrices) for bucket in opt.plan.buckets)
     assert count == 6
     assert param_groups(model)[0]["algorithm"] == "muon"
+
+
+class Block(nn.Module):
+    """Its layers have names that mean a head at the top of a model, and nothing in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(8, 8, bias=False)
+        self.fc = nn.Linear(8, 16, bias=False)
+        self.score = nn.Linear(16, 8, bias=False)
+
+
+def weights(*sides: tuple[int, int]) -> list[nn.Linear]:
+    return [nn.Linear(*each, bias=False) for each in sides]
+
+
+NUMBERED: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "blocks at the top": (lambda: nn.Sequential(Block(), Block()), set()),
+    "blocks in a transformer": (
+        lambda: Holder(transformer=nn.ModuleList([Block(), Block()]), lm_head=nn.Linear(8, 30, bias=False)),
+        {"lm_head.weight"},
+    ),
+    "a stack inside a stack": (
+        lambda: Holder(
+            body=Block(), classifier=nn.Sequential(nn.Sequential(*weights((8, 16)), nn.ReLU()), *weights((16, 3)))
+        ),
+        {"classifier.1.weight"},
+    ),
+    "a list of layers one after the other": (
+        lambda: Holder(fc=nn.ModuleList(weights((8, 16), (16, 8), (8, 3)))),
+        {"fc.2.weight"},
+    ),
+    "several heads": (
+        lambda: Holder(body=Block(), heads=nn.ModuleList(weights((8, 3), (8, 5)))),
+        {"heads.0.weight", "heads.1.weight"},
+    ),
+    "as torchvision and timm call theirs": (
+        lambda: Holder(
+            body=Block(),
+            heads=Holder(head=nn.Linear(8, 9, bias=False)),
+            head=Holder(fc=nn.Linear(8, 9, bias=False)),
+        ),
+        {"heads.head.weight", "head.fc.weight"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_hidden_layers_of_numbered_blocks_are_taken_for_heads(kind: str) -> None:
+    make, heads = NUMBERED[kind]
+    found = routes(Muon(make()))
+    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == heads
+    assert len(found) > len(heads)
+
+
+@pytest.mark.parametrize("norm", ["parametrizations.weight_norm", "weight_norm", "parametrizations.spectral_norm"])
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_parametrized_table_takes_muon(norm: str) -> None:
+    """It lies in a list of its own, which is neither an embedding nor called like a head."""
+    wrap = getattr(nn.utils.parametrizations if "." in norm else nn.utils, norm.rpartition(".")[2])
+    model = Holder(
+        table=wrap(nn.Embedding(20, 8)),
+        hidden=wrap(nn.Linear(8, 8, bias=False)),
+        filters=wrap(nn.Conv1d(4, 8, 3, bias=False)),
+        lm_head=wrap(nn.Linear(8, 20, bias=False)),
+    )
+    found = routes(Muon(model))
+    magnitudes = ("original0", "weight_g")
+    kinds = {(n.split(".")[0], a) for n, a in found.items() if not n.endswith(magnitudes)}
+    assert kinds == {("table", "adamw"), ("lm_head", "adamw"), ("hidden", "muon"), ("filters", "muon")}
+    assert {a for n, a in found.items() if n.endswith(magnitudes)} <= {"adamw"}
+
+
+def test_making_an_optimizer_runs_the_parametrizations() -> None:
+    """A power iteration would be taken, and random numbers drawn, by looking at `module.weight`."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    Muon(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_a_tower_below_a_name_like_embedder_loses_muon_by_name() -> None:
+    shapes = {"embedder.0.fc1.weight": (8, 16), "embedder.0.embed_tokens.weight": (20, 8), "trunk.weight": (8, 8)}
+    tables = {"embedding.token.weight": (20, 8), "embeddings.1.weight": (20, 8)}
+    found = routes(Muon([(name, parameter(*shape)) for name, shape in (shapes | tables).items()]))
+    muon = {name for name, algorithm in found.items() if algorithm == "muon"}
+    assert muon == {"embedder.0.fc1.weight", "trunk.weight"}
+
+
+@pytest.mark.parametrize("asked", [None, 0.5])
+def test_norms_and_biases_of_two_dims_are_decayed(asked: float | None) -> None:
+    model = Holder(
+        hidden=nn.Linear(4, 4, bias=False),
+        norm=nn.LayerNorm((3, 4), bias=False),
+        scale=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)),
+        relative_bias=nn.Parameter(torch.ones(3, 4)),
+        cls_token=nn.Parameter(torch.ones(1, 1, 4)),
+        table=nn.Embedding(3, 4),
+    )
+    opt = Muon(model, lr=0.1, weight_decay=0.5, adamw_weight_decay=asked)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(opt, model.parameters(), [torch.zeros_like(p) for p in model.parameters()])
+    decayed = {n for n, p in model.named_parameters() if torch.equal(p, before[n] * (1 - 0.1 * 0.5))}
+    kept = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    vectors = {"norm.weight", "scale.parametrizations.weight.original0", "relative_bias", "cls_token"}
+    assert (decayed & vectors, kept) == ((vectors, set()) if asked else (set(), vectors))
+    assert "table.weight" in decayed

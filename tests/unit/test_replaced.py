@@ -1,0 +1,170 @@
+"""What happens to an optimizer when its parameters, its state or its groups are changed under it, on one process."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.regressions.tools import randn
+from torch import nn
+
+from meshmuon import Muon, View
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6))
+
+
+def take_step(model: nn.Module, opt: Muon, seed: int = 0) -> None:
+    for number, param in enumerate(model.parameters()):
+        param.grad = randn(*param.shape, seed=10 * seed + number)
+    opt.step()
+
+
+def everything(model: nn.Module, opt: Muon) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = param.detach().clone()
+        found |= {f"{name}.{key}": value.clone() for key, value in opt.state[param].items()}
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
+
+
+def test_a_thawed_parameter_is_named_once_and_trains_when_added() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    opt = Muon(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(model, opt)  # a gradient that nobody asked for
+        opt.zero_grad()
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match="was frozen when the optimizer was made") as said:
+        take_step(model, opt, 1)
+    assert [str(each.message).split(":")[0] for each in said] == ["parameter '0.weight'", "parameter '0.bias'"]
+    before = model[0].weight.detach().clone()
+    opt.add_param_group({"params": [("0.weight", model[0].weight)], "algorithm": "muon"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        take_step(model, opt, 2)
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("momentum_before", [False, True])
+def test_parameters_that_were_assigned_anew_are_followed_with_their_state(momentum_before: bool) -> None:
+    """`load_state_dict(assign=True)`: the optimizer would go on with tensors that nobody uses any more."""
+    model, other = make_model(), make_model()
+    opt, straight = Muon(model), Muon(other)
+    if momentum_before:
+        take_step(model, opt)
+        take_step(other, straight)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for seed in (1, 2):
+        take_step(model, opt, seed)
+        take_step(other, straight, seed)
+    assert_same(everything(model, opt), everything(other, straight))
+    assert len(opt.state) == len(list(model.parameters()))
+
+
+def test_a_model_that_left_the_meta_device_is_followed() -> None:
+    with torch.device("meta"):
+        model = make_model()
+    opt, other = Muon(model), make_model()
+    model.to_empty(device="cpu").load_state_dict(other.state_dict())
+    straight = Muon(other)
+    for seed in (1, 2):
+        take_step(model, opt, seed)
+        take_step(other, straight, seed)
+    assert_same(everything(model, opt), everything(other, straight))
+
+
+def test_weights_that_stand_in_for_a_while_are_not_followed() -> None:
+    """Of an average, say: they have no gradients."""
+    model = make_model()
+    opt = Muon(model)
+    take_step(model, opt)
+    ours = model[0].weight
+    model[0].weight = nn.Parameter(torch.zeros_like(ours))
+    assert opt.plan.parameters
+    assert any(param is ours for group in opt.param_groups for param in group["params"])
+    model[0].weight = ours
+    take_step(model, opt, 1)
+
+
+@pytest.mark.parametrize("how", ["cleared", "one is gone", "another dict"])
+def test_state_that_was_taken_away_begins_anew(how: str) -> None:
+    """Before anything is written: a step that finds out in the middle would be half a step."""
+    model, other = make_model(), make_model()
+    opt, straight = Muon(model), Muon(other)
+    take_step(model, opt)
+    take_step(other, straight)
+    if how == "one is gone":
+        opt.state.pop(model[1].bias)
+        for value in straight.state[other[1].bias].values():
+            value.zero_()
+    else:
+        opt.state.clear() if how == "cleared" else setattr(opt, "state", type(opt.state)(dict))
+        straight = Muon(other)
+    take_step(model, opt, 1)
+    take_step(other, straight, 1)
+    assert_same(everything(model, opt), everything(other, straight))
+
+
+EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt decay": ({"weight_decay_mode": "cautios"}, r"param_groups\[0\]\['weight_decay_mode'\]"),
+    "a misspelt rule": ({"adjust_lr_fn": "spectrl"}, r"param_groups\[0\]\['adjust_lr_fn'\]"),
+    "a view that is none": ({"view": 3}, r"param_groups\[0\]\['view'\]"),
+    "an unknown algorithm": ({"algorithm": "sgd"}, r"param_groups\[0\]\['algorithm'\]"),
+    "another algorithm": ({"algorithm": "adamw"}, "no 'betas'.*add_param_group"),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_a_bad_edit_is_refused_by_name_before_anything_changes(kind: str) -> None:
+    edit, text = EDITS[kind]
+    model = make_model()
+    opt = Muon(model)
+    take_step(model, opt)
+    before = everything(model, opt)
+    opt.param_groups[0].update(edit)
+    with pytest.raises((ValueError, TypeError), match=text):
+        take_step(model, opt, 1)
+    assert_same(everything(model, opt), before)
+
+
+def test_groups_that_no_longer_fit_are_refused_by_name() -> None:
+    model = make_model()
+    opt = Muon(model)
+    gone = opt.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: 1 parameters and 2 param_names"):
+        opt.step()
+    opt.param_groups[0]["params"].append(gone)
+    opt.param_groups.append({"params": [nn.Parameter(torch.ones(2, 2))]})
+    with pytest.raises(ValueError, match=r"param_groups\[2\]: no 'algorithm'.*add_param_group"):
+        opt.step()
+
+
+def test_edited_values_are_saved_in_their_plain_form(tmp_path: Any) -> None:
+    model = make_model()
+    opt = Muon(model)
+    opt.param_groups[0].update(view=View(split_rows=None), state_dtype=torch.bfloat16)
+    take_step(model, opt)
+    assert opt.state[model[0].weight]["momentum_buffer"].dtype == torch.bfloat16
+    torch.save(opt.state_dict(), tmp_path / "saved")
+    opt.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
+
+
+def test_an_optimizer_made_in_inference_mode_steps_outside_it() -> None:
+    model, other = make_model(), make_model()
+    with torch.inference_mode():
+        opt = Muon(model)
+    straight = Muon(other)
+    take_step(model, opt)
+    take_step(other, straight)
+    assert_same(everything(model, opt), everything(other, straight))
