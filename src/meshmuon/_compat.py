@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 _Result = TypeVar("_Result")
@@ -73,6 +75,38 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@contextmanager
+def calling_groups(name: str) -> Iterator[None]:
+    """Give process groups that are made without the whole job a name, the same on every member.
+
+    torch would name one by its ranks and by how many groups this process is in. Where members are in different numbers
+    of groups (node leaders, embeddings shared by pipeline stages), each would wait for the others under another name.
+
+    Args:
+        name: What groups are called that are made meanwhile.
+
+    Yields:
+        While they are.
+    """
+    theirs = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = theirs
+
+
+def job_timeout() -> timedelta | None:
+    """Give how long collectives of the job may take, which groups do not take over by themselves; None: not known."""
+    world: Any = dist.group.WORLD
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)  # a fake backend has none
+        if (timeout := getattr(options, "_timeout", None)) is not None:
+            found: timedelta = timeout
+            return found
+    return None
 
 
 def reduce_scatter() -> Callable[..., Any]:

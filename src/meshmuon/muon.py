@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -284,7 +285,7 @@ class Muon(Optimizer):
         """
         ready = self._ready()
         ready.peers.refuse_if_broken()
-        with ready.whole_state_in(self.state):
+        with ready.peers.together() if ready.owned is not None else nullcontext(), ready.whole_state_in(self.state):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

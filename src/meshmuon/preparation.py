@@ -120,6 +120,7 @@ class Preparation:
         self._health = Health()
         self._snapshot = Snapshot.of([])
         self._ready: Ready | None = None
+        self._state_is_new = False  # loaded since: the plan is made anew, and peers are told
 
     def ready(self, param_groups: Groupings, state: State) -> Ready:
         """Give what a step needs: what it was, unless tensors were replaced, moved or cast since, or a setting changed.
@@ -138,12 +139,14 @@ class Preparation:
             for group in param_groups:
                 group["params"] = [new if param is old else param for param in group["params"]]
         self._tell_of_thawed(param_groups)
-        if self._ready is None or not self._snapshot.holds_for(param_groups):
+        if self._ready is not None and self._ready.peers.gone:
+            self._ready = None
+        if self._ready is None or self._state_is_new or not self._snapshot.holds_for(param_groups):
             recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
             plan = self._plan(param_groups)
             if self._execution.cuda_graph:
                 refuse_ungraphable(plan)
-            ready = self._connected(plan, param_groups, before=self._ready)
+            ready = self._connected(plan, param_groups, state)
             if ready.owned is None:
                 complete_state_(state, param_groups, on_host=self.on_host)
             else:
@@ -151,6 +154,7 @@ class Preparation:
                 state.clear()
                 state.update({param: {} for group in param_groups for param in group["params"]})
             self._ready, self._snapshot = ready, Snapshot.of(param_groups)  # together, once nothing can fail any more
+            self._state_is_new = False
         elif self._ready.owned is None and lacks_state(state, param_groups):
             complete_state_(state, param_groups, on_host=self.on_host)
         return self._ready
@@ -182,8 +186,10 @@ class Preparation:
 
     def state_was_loaded(self) -> None:
         """Begin afresh: whatever a lost rank left half done has been replaced."""
-        self._health.broken = None
-        self._ready = None
+        if self._health.broken is not None:
+            self._health.heal()
+            self._ready = None  # nobody may be there to be told of a new plan
+        self._state_is_new = True
 
     def _plan(self, param_groups: Groupings) -> Plan:
         polar = {
@@ -202,7 +208,8 @@ class Preparation:
             ranks=world_size(),
         )
 
-    def _connected(self, plan: Plan, param_groups: Groupings, *, before: Ready | None) -> Ready:
+    def _connected(self, plan: Plan, param_groups: Groupings, state: State) -> Ready:
+        before = self._ready
         groups = Groups()
         groups.know(self._layouts.groups())
         for group in param_groups:
@@ -214,10 +221,10 @@ class Preparation:
             groups,
             settings=lambda: [exact_values(group) for group in param_groups],
             health=self._health,
-            checksums=lambda: checksums(param_groups, plan),
+            checksums=lambda: checksums(param_groups, state, plan),
             before=None if before is None else before.peers,
         )
-        owned_before = None if before is None else before.owned
+        owned_before = None if before is None or self._state_is_new else before.owned
         syncs = self._execution.syncs
         return Ready(
             plan=plan,

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from meshmuon.errors import CheckpointError, message
-from meshmuon.exchange.refusals import first_problem, side_group
+from meshmuon.exchange.groups import side_group
+from meshmuon.exchange.refusals import told_by_all
 from meshmuon.muon import Muon
 from meshmuon.saved_files import (
     ANOTHER,
@@ -30,13 +31,16 @@ from meshmuon.saved_files import (
     WholeOrNothing,
     check_files,
     check_keys,
+    fingerprint,
     packed_extra,
     read_metadata,
     room_for_extra,
     unpacked_extra,
 )
 
-_PENDING: set[Path] = set()  # being written while training goes on
+# Saves that are being written while training goes on. The next one waits: two at a time on one group would meet each
+# other's collectives in another order on each rank.
+_PENDING: list[Any] = []
 
 
 def save_checkpoint(
@@ -46,48 +50,60 @@ def save_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
     wait: bool = True,
+    process_group: Any = None,
 ) -> Any:
     """Save a model and its optimizer. Every rank must call.
 
     Args:
-        folder: Made here. It appears when the checkpoint is complete; a job killed before that leaves one whose name
-            ends in ".unfinished", which the next save to the same name removes.
+        folder: Made here, the same on every rank, where all can write. It appears when the checkpoint is complete; a
+            job killed before that leaves one whose name ends in ".unfinished", which the next save to the same name
+            removes.
         model: The model, in any layout.
         optimizer: Its optimizer, or several that share its parameters out.
         extra: Whatever else must come back, the same on every rank: the step, a scheduler's state, a seed.
-        wait: False returns once everything is copied, and writes while training goes on.
+        wait: False returns once everything is copied, and writes while training goes on. The next save waits for it.
+        process_group: The ranks that hold the model and call, such as those of a pipeline stage; None: all of the job.
 
     Returns:
         None, or with `wait=False` a future whose `result()` waits for the end and raises what went wrong.
 
     Raises:
-        CheckpointError: If the folder is already there or being written, or `extra` could not be loaded again.
+        CheckpointError: If the folder is already there or not the same on all ranks, or `extra` could not be loaded
+            again.
     """
+    _wait_for_pending()
     path = Path(folder).absolute()
     packed: list[Tensor] = []
     model_state, optimizer_state = get_state_dict(model, optimizer)
     groups: Any = optimizer_state["param_groups"]
-    _refuse_together(lambda: packed.append(_ready_to_save(path, groups, dict(extra or {}))))
+    _agree(
+        lambda: packed.append(_ready_to_save(path, groups, dict(extra or {}))),
+        same=lambda: f"the folder {path}",
+        members=process_group,
+    )
     everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
     writer = WholeOrNothing(path)
     if wait:
         with _quiet():
-            dcp.save(everything, storage_writer=writer)
+            dcp.save(everything, storage_writer=writer, process_group=process_group)
         return None
     with _quiet():
         future: Any = dcp.async_save(
             everything,
             storage_writer=writer,
-            process_group=side_group(),
+            process_group=side_group(process_group),
             async_checkpointer_type=AsyncCheckpointerType.THREAD,
         )
-    _PENDING.add(path)
-    future.add_done_callback(lambda _: _PENDING.discard(path))
+    _PENDING.append(future)
     return future
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    process_group: Any = None,
 ) -> dict[str, Any]:
     """Load a model and its optimizer, saved on any number of ranks in any layout. Every rank must call.
 
@@ -95,27 +111,33 @@ def load_checkpoint(
     model and optimizer are as they were.
 
     Args:
-        folder: What `save_checkpoint` made.
+        folder: What `save_checkpoint` made; the same on every rank.
         model: The model; written.
         optimizer: Its optimizer, or several; written. Parameters may be grouped otherwise than they were, if those of
             a group had the same hyper-parameters.
+        process_group: The ranks that hold the model and call, such as those of a pipeline stage; None: all of the job.
 
     Returns:
         The `extra` that was saved.
 
     Raises:
-        CheckpointError: Names the file or the key that does not fit.
+        CheckpointError: Names the file or the key that does not fit, or the ranks that look at another checkpoint.
     """
+    _wait_for_pending()
     path = Path(folder).absolute()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     wanted = _copied({"model": model_state, "state": optimizer_state["state"]})
-    _refuse_together(lambda: wanted.update(extra=_checked(path, wanted)))
+    _agree(
+        lambda: wanted.update(extra=_checked(path, wanted)),
+        same=lambda: f"the checkpoint {path} ({fingerprint(path)})",
+        members=process_group,
+    )
     with _readable(path), _quiet():
-        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=process_group)
         groups, extra = unpacked_extra(wanted["extra"])
     here: Any = optimizer_state["param_groups"]
     loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here, path)}
-    _refuse_together(lambda: _check_groups(optimizer, loaded))
+    _agree(lambda: _check_groups(optimizer, loaded), members=process_group)
     set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=loaded)
     return extra
 
@@ -176,25 +198,47 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _refuse_together(check: Callable[[], object]) -> None:
-    """Run a check of this rank's own. Where it fails on any, all raise: nobody waits in a collective for the others."""
-    error: CheckpointError | None = None
+def _wait_for_pending() -> None:
+    """Wait until what was saved with `wait=False` is written. What went wrong with it is told by its own future."""
+    while _PENDING:
+        _PENDING.pop().exception()
+
+
+def _agree(check: Callable[[], object], *, same: Callable[[], str] = str, members: Any) -> None:
+    """Run a check of this rank's own, and compare what must be the same on all.
+
+    Where either fails on any rank, all raise: nobody waits in a collective for the others.
+
+    Args:
+        check: Raises what stands in the way.
+        same: Gives the words that all ranks must have.
+        members: A group of the ranks that take part; None: all of the job.
+    """
+    error: Exception | None = None
+    words = ""
     try:
         check()
-    except CheckpointError as raised:
+        words = same()
+    except Exception as raised:  # a disk may fail in any way
         error = raised
-    problem = first_problem(None if error is None else str(error))
+    told = told_by_all((None if error is None else str(error), words), members)
     if error is not None:
         raise error
-    if problem is not None:
-        raise CheckpointError(problem)
+    for rank, (problem, _) in told:
+        if problem is not None:
+            raise CheckpointError(f"rank {rank} says: {problem}")
+    first, (_, theirs) = told[0]
+    odd = next(((rank, other) for rank, (_, other) in told if other != theirs), None)
+    if odd is not None:
+        found = f"not the same on all ranks; rank {first} has {theirs}, rank {odd[0]} has {odd[1]}"
+        do = "Choose it on one rank and tell the others; ranks without a part of this model belong in no process_group"
+        raise CheckpointError(message("folder", found=found, do=do))
 
 
 def _ready_to_save(path: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:
     """What goes into a checkpoint beside model and state, after a look at whether it can come back."""
-    if path.exists() or path in _PENDING:
-        found = "already there" if path.exists() else "being written: an earlier save to it has not finished"
-        raise CheckpointError(message(f"folder {path}", found=found, do="Save every step to its own"))
+    if path.exists():
+        raise CheckpointError(message(f"folder {path}", found="already there", do="Save every step to its own"))
     for key, value in extra.items():
         if not _comes_back([], {"": value}):
             found = f"a {type(value).__name__} that could not be loaded again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -56,6 +57,7 @@ class WholeOrNothing(dcp.FileSystemWriter):
             results: Where, by rank.
         """
         super().finish(metadata, results)
+        check_files(self._beside, metadata)  # a rank may have written to a disk of its own
         os.replace(self._beside, self._folder)
 
 
@@ -125,6 +127,18 @@ def read_metadata(path: Path) -> Metadata:
         found = f"a {type(metadata).__name__}, not that of a checkpoint"
         raise CheckpointError(message(file, found=found, do=ANOTHER))
     return metadata
+
+
+def fingerprint(path: Path) -> str:
+    """Give a few letters that tell one checkpoint from another: equal names on two disks may be two.
+
+    Args:
+        path: Its folder.
+
+    Returns:
+        Letters and digits.
+    """
+    return hashlib.sha256((path / ".metadata").read_bytes()).hexdigest()[:12]
 
 
 def check_keys(path: Path, wanted: dict[str, Any], metadata: Metadata) -> None:

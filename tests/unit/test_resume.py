@@ -177,7 +177,7 @@ def test_an_extra_that_could_not_come_back_is_refused_at_once(tmp_path):
 
 
 def test_steps_taken_meanwhile_do_not_get_into_a_checkpoint(tmp_path, monkeypatch):
-    """The write is held up until the next step is taken; a second save to the same name is refused meanwhile."""
+    """The write is held up until the next step is taken; what comes after it waits until it is done."""
     go_on = threading.Event()
     write = dcp.FileSystemWriter.write_data
 
@@ -192,9 +192,11 @@ def test_steps_taken_meanwhile_do_not_get_into_a_checkpoint(tmp_path, monkeypatc
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     opt.step()
-    with pytest.raises(CheckpointError, match="being written"):
+    assert not (tmp_path / "a").exists()
+    threading.Timer(0.2, go_on.set).start()
+    with pytest.raises(CheckpointError, match="already there"):
         save_checkpoint(tmp_path / "a", model, opt)
-    go_on.set()
+    assert pending.done()
     pending.result()
     assert not same(everything(model, opt), expected)
     load_checkpoint(tmp_path / "a", model, opt)

@@ -14,7 +14,7 @@ from meshmuon.errors import (
     message,
     some,
 )
-from meshmuon.exchange.roll_call import silent_ranks
+from meshmuon.exchange.roll_call import answer, call_roll, is_about_peers, withdraw_answers
 
 _RELOAD = "Parameters may be half updated: reload a checkpoint on all ranks"
 
@@ -65,7 +65,21 @@ class Health:
             if not isinstance(error, Exception):  # Ctrl-C: who wants to leave does not wait for a roll call
                 raise
             self.incidents += 1
-            silent = silent_ranks(peers, incident=self.incidents)
-            gone = f"no answer yet from rank {some(map(str, silent))}" if silent else "a peer is gone or failed"
-            found = f"a step failed on rank {rank}, {gone} ({self.broken})"
+            found = f"a step failed on rank {rank}, {self._who(error, peers)} ({self.broken})"
             raise BrokenOptimizerError(message("optimizer", found=found, do=_RELOAD)) from error
+
+    def _who(self, error: Exception, peers: Sequence[int]) -> str:
+        """Say whose fault it was: this rank's own, that of one that says so, or of one that does not answer."""
+        if not is_about_peers(error):  # the others still wait for this one, and will ask
+            answer(str(self.broken), incident=self.incidents)
+            return "by an error of its own"
+        answer(incident=self.incidents)
+        failed, silent = call_roll(peers, incident=self.incidents)
+        found = [f"rank {rank} failed by an error of its own, {words}" for rank, words in sorted(failed.items())]
+        found += [f"no answer yet from rank {some(map(str, silent))}"] if silent else []
+        return "; ".join(found) or "a peer is gone or failed"
+
+    def heal(self) -> None:
+        """Begin afresh: whatever a lost rank left half done has been replaced."""
+        withdraw_answers(self.incidents if self.broken is not None else 0)
+        self.broken = None

@@ -35,7 +35,7 @@ class Peers:
         *,
         settings: Callable[[], Sequence[str]],
         health: Health,
-        checksums: Callable[[], Tensor | None] = lambda: None,
+        checksums: Callable[[], Tensor] | None = None,
         before: Peers | None = None,
     ) -> None:
         self._plan = plan
@@ -51,6 +51,11 @@ class Peers:
         for index, parameter in enumerate(plan.parameters):
             if parameter.layout is not None and len(parameter.layout.ranks) > 1 and plan.rank in parameter.layout.ranks:
                 self._assemblies.setdefault(tuple(sorted(parameter.layout.ranks)), []).append(index)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the job they belonged to has been ended: nobody can be told anything any more."""
+        return self._groups.gone
 
     @property
     def alone(self) -> bool:
@@ -121,16 +126,16 @@ class Peers:
 
     def _compare_values(self) -> None:
         """Prove that ranks that were said to hold the same tensors do."""
-        checksums = None if self.alone else self._checksums()
-        if checksums is None:
+        if self.alone or self._checksums is None:
             return
+        checksums = self._checksums().to(self.device)
         most, minus_least = self.combine(torch.stack([checksums, -checksums]))
         odd = [
             p.name for p, differs in zip(self._plan.parameters, (most != -minus_least).tolist(), strict=True) if differs
         ]
         if odd:
             self._met = False  # the next step asks again
-            found = "not the same numbers on all ranks of process_group, which was said to hold replicas"
+            found = "it or its state is not the same on all ranks of process_group, which was said to hold replicas"
             do = "Start all ranks from the same weights; make what is a rank's own (experts) DTensors, or leave it out"
             raise PlanMismatchError(message(f"parameter {some(map(repr, odd))}", found=found, do=do))
 

@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from meshmuon.exchange.groups import world_size
-
-_SIDE: list[tuple[Any, Any]] = []  # (the job it belongs to, the group)
+from meshmuon.exchange.groups import side_group
 
 
-def side_group() -> Any:
-    """Give a group of all ranks for work beside training, on the host: made once, by every rank.
-
-    Collectives from a second thread on a group that training uses would meet those of another rank's training.
-
-    Returns:
-        A gloo group; None without a job.
-    """
-    if world_size() == 1:
-        return None
-    if not _SIDE or _SIDE[-1][0] is not dist.group.WORLD:
-        _SIDE[:] = [(dist.group.WORLD, dist.new_group(backend="gloo"))]
-    return _SIDE[-1][1]
-
-
-def first_problem(problem: str | None) -> str | None:
-    """Tell all ranks what stands in the way of any. Every rank must ask.
+def told_by_all(words: Any, members: Any = None) -> Sequence[tuple[int, Any]]:
+    """Tell all ranks something, and hear what they say. Every rank must ask.
 
     Args:
-        problem: What this rank has found; None if nothing.
+        words: Whatever pickles.
+        members: A group of the ranks that take part; None: all of the job.
 
     Returns:
-        The first rank's problem, with its number if it is another's; None if nobody has any.
+        (global rank, what it said), in the order of ranks; this rank's own words alone, if nobody else takes part.
     """
-    group = side_group()
+    group = side_group(members)
     if group is None:
-        return problem
-    every: list[str | None] = [None] * world_size()
-    dist.all_gather_object(every, problem, group=group)
-    found = next(((rank, text) for rank, text in enumerate(every) if text is not None), None)
-    if problem is not None or found is None:
-        return problem
-    return f"rank {found[0]} says: {found[1]}"
+        return [(0, words)]
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, words, group=group)
+    return list(zip(dist.get_process_group_ranks(group), every, strict=True))

@@ -298,7 +298,10 @@ def _svd_polar(x: Tensor, *, eps: float) -> Tensor:
     Rounding the entries of an m×n matrix (m <= n) adds singular values of up to about 0.6·eps / sqrt(m) of the largest.
     The rest stays zero, so that zero gives zero and a low rank stays low.
     """
-    u, s, vh = torch.linalg.svd(normalised(x.to(torch.float64, copy=True), eps=eps), full_matrices=False)
+    if x.device.type == "cpu" and len(x) > 1:  # [Note: canonical entry]: the bits of LAPACK depend on the batch
+        return torch.cat(share(lambda one: _svd_polar(one, eps=eps), x.split(1), device=x.device))
+    wide = x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    u, s, vh = torch.linalg.svd(normalised(wide, eps=eps), full_matrices=False)
     own_error = x.shape[-1] * torch.finfo(torch.float64).eps
     threshold = max(own_error, 2.0 * torch.finfo(x.dtype).eps / x.shape[-2] ** 0.5)
     keep = (s > threshold * s[:, :1]).to(s.dtype)

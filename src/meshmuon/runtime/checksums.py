@@ -13,28 +13,35 @@ from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.bucket import Plan
 from meshmuon.runtime.lookup import parameter_of
 
+_PRIME = 2**31 - 1
 
-def checksums(param_groups: Sequence[Mapping[str, Any]], plan: Plan) -> Tensor | None:
-    """Sum up the bits of plain tensors that several ranks are said to hold alike.
+
+def checksums(
+    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], plan: Plan
+) -> Tensor:
+    """Sum up the bits of plain tensors that several ranks are said to hold alike, and of their state.
 
     Args:
         param_groups: The optimizer's groups.
+        state: Its state, by parameter.
         plan: The plan.
 
     Returns:
-        int32, one for each parameter, 0 for all others; None if there is no such parameter.
+        int32, on the host, one for each parameter; 0 for all others.
     """
-    sums = [_bits(parameter_of(param_groups, record).detach(), record) for record in plan.parameters]
-    found = next((each for each in sums if each is not None), None)
-    if found is None:
-        return None
-    return torch.stack([torch.zeros_like(found) if each is None else each.to(found.device) for each in sums])
+    sums = []
+    for record in plan.parameters:
+        param = parameter_of(param_groups, record)
+        tensors = [param, *state.get(param, {}).values()] if _is_replica(param, record) else []
+        sums.append(torch.tensor(sum(map(_bits, tensors)) % _PRIME, dtype=torch.int32, device="cpu"))
+    return torch.stack(sums)
 
 
-def _bits(param: Tensor, record: ParameterRecord) -> Tensor | None:
+def _is_replica(param: Tensor, record: ParameterRecord) -> bool:
     layout = record.layout
-    if layout is None or any(layout.cuts) or len(layout.ranks) == 1 or local(param) is not param:
-        return None
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-    total = param.contiguous().view(-1).view(words).sum(dtype=torch.int64)
-    return total.remainder(2**31 - 1).to(torch.int32)
+    return layout is not None and not any(layout.cuts) and len(layout.ranks) > 1 and local(param) is param
+
+
+def _bits(tensor: Tensor) -> int:
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(-1).view(words).sum(dtype=torch.int64))
