@@ -138,8 +138,8 @@ How to read it:
   lifted as well: a rank-1 input comes out with a large distance although its leading direction is right. It stays
   bounded.
 - The Gram form is as close as the standard one on Gaussian inputs in every dtype, because it restarts as often as the
-  dtype needs (in five steps fp16: once, bf16: twice, fp32: never). Where singular values span more than the dtype can
-  square, its rows differ: it iterates on their squares.
+  dtype needs (in five steps fp16: once, bf16: twice, fp32: never up to 1024 rows, above that as fp16). Where singular
+  values span more than the dtype can square, its rows differ: it iterates on their squares.
 
 {chr(10).join(lines)}
 """

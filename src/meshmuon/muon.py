@@ -88,7 +88,7 @@ class Muon(Optimizer):
         adamw_eps: AdamW's eps.
         adamw_lr_ratio: AdamW's learning rate is `lr` times this, so that one scheduler serves all.
         adamw_weight_decay: AdamW's weight decay, for all of its parameters. None: `weight_decay` for those with at
-            least 2 dims, 0 for norms and biases.
+            least 2 dims, 0 for vectors, norms and biases.
         overrides: Pattern of names → "muon", "adamw" or `View(...)`; or a function (name, parameter) → the same.
         expert_keys: Words in the names of stacks of experts.
         state_dtype: Dtype of the momentum; None: the parameter's own.
@@ -98,8 +98,9 @@ class Muon(Optimizer):
         layout_invariant: Whether a matrix must get the same bits in every batch on a GPU too, also where that costs.
         process_group: The ranks that hold the same plain tensors and have averaged their gradients; they share the
             matrices. A `DistributedDataParallel` model supplies its own.
-        grad_sync: Who averages gradients over ranks: "none" of our business (DDP and FSDP do), the "optimizer" itself,
-            exactly, or by "reduce_scatter", faster, without equal bits on any number of ranks. State lives on owners.
+        grad_sync: Who averages gradients over ranks. "none": not the optimizer (DDP and FSDP do). "optimizer": the
+            optimizer itself, exactly. "reduce_scatter": likewise, faster, but bits depend on the number of ranks. With
+            the last two, state lives on owners.
         max_grad_norm: With grad_sync: bound on the norm of the averaged gradients.
         sharded: Name → `Sharded(dim, group)`, for plain tensors that are shards (tensor parallelism without DTensor).
         share_replicas: Whether HSDP replicas each compute a part of the matrices and exchange the results: "always",

@@ -87,7 +87,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     """
     words = list(known)
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return (f"Did you mean {near[0]}? " if near else "") + f"Known are {', '.join(words)}."
+    return (f"Did you mean {near[0]}? " if near else "") + f"Choose from {', '.join(words)}."
 
 
 def choice(option: str, word: str, known: tuple[str, ...]) -> str:

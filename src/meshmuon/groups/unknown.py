@@ -101,7 +101,7 @@ def _advice(name: str, known: Sequence[str]) -> str:
     if meant not in known and meant in _ARGUMENTS:
         return f"Give it to the optimizer: Muon(..., {meant}=...)"
     near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known are: {', '.join(known)}"
+    return f"Did you mean {near[0]!r}?" if near else f"These are known: {', '.join(known)}"
 
 
 def refuse_others_keys(unknown: Sequence[str], algorithm: Algorithm, *, where: str) -> None:

@@ -153,7 +153,7 @@ def attention_layers(records: Iterable[ParameterRecord], clip: QKClip, *, may_la
     for word, found in (("q", q), ("k", k)):
         if not found:
             pattern = getattr(clip, word)
-            do = f"Known are {some(map(repr, known), limit=4)}. Leave qk_clip out on a stage without attention"
+            do = f"The names here are {some(map(repr, known), limit=4)}. Leave qk_clip out on a stage without attention"
             raise ValueError(message(f"QKClip({word}=)", found=f"no parameter is called like {pattern!r}", do=do))
     for layer in (*q, *k):
         if layer not in q or layer not in k:

@@ -37,7 +37,7 @@ def megatron_shards(model: nn.Module, group: Any, *, parts: Mapping[str, tuple[i
     unknown = [name for name in sizes if name not in cut]
     if unknown:
         found = f"no parameter {some(map(repr, unknown))} that is marked as cut"
-        raise ValueError(message("parts", found=found, do=f"Known are {some(map(repr, cut), limit=4)}"))
+        raise ValueError(message("parts", found=found, do=f"The names here are {some(map(repr, cut), limit=4)}"))
     return {
         name: Sharded(int(getattr(tensor, "partition_dim", WHOLE)), group, sizes.get(name))
         for name, tensor in cut.items()

@@ -120,7 +120,9 @@ class PlainLayouts:
         lost = [name for name in self._sharded if name not in known]
         if lost:
             found = f"no parameter named {some(map(repr, lost))}"
-            raise ValueError(message("sharded", found=found, do=f"Known are {some(map(repr, sorted(known)), limit=4)}"))
+            raise ValueError(
+                message("sharded", found=found, do=f"The names here are {some(map(repr, sorted(known)), limit=4)}")
+            )
 
     def layout_of(self, name: str, tensor: Tensor) -> ShardLayout | None:
         """Describe where a parameter lies, be it a DTensor or plain.

@@ -110,8 +110,8 @@ def known_hardware(gpu: str | Hardware, network: str = "infiniband") -> Hardware
     if isinstance(gpu, Hardware):
         return gpu
     if gpu not in _GPUS:
-        do = f"Known are {one_of(_GPUS)}; or pass Hardware(...)"
+        do = f"Use {one_of(_GPUS)}; or pass Hardware(...)"
         raise ValueError(message("hardware", found=repr(gpu), do=do))
     if network not in NETWORKS:
-        raise ValueError(message("network", found=repr(network), do=f"Known are {one_of(NETWORKS)}"))
+        raise ValueError(message("network", found=repr(network), do=f"Use {one_of(NETWORKS)}"))
     return dataclasses.replace(_GPUS[gpu], across=NETWORKS[network])

@@ -151,6 +151,6 @@ def known_model(name: str) -> Shapes:
         ValueError: If it is not known.
     """
     if name not in MODELS:
-        do = f"Known are {one_of(MODELS)}; or pass a model, or a dict of name → shape"
+        do = f"Use {one_of(MODELS)}; or pass a model, or a dict of name → shape"
         raise ValueError(message("model", found=repr(name), do=do))
     return MODELS[name]()

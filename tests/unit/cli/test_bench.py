@@ -76,7 +76,7 @@ def test_one_part_alone():
     ("arguments", "found", "remedy"),
     [
         (["--quick", "--device", "cpu", "--only", "gpt5"], "nothing has 'gpt5'", "Leave it out"),
-        (["--quick", "--device", "gpu"], "unknown word 'gpu'", "Known are auto, cpu, cuda"),
+        (["--quick", "--device", "gpu"], "unknown word 'gpu'", "Choose from auto, cpu, cuda"),
         (["steps", "--quick"], "unknown word 'steps'", "Did you mean step?"),
         (["--quick", "--out", "/no/such/folder/x.json"], "cannot write", "folder that exists"),
         (["--quick", "--plot", "/no/such/folder/x.png"], "cannot write", "folder that exists"),
