@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import functools
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -107,6 +110,36 @@ def job_timeout() -> timedelta | None:
             found: timedelta = timeout
             return found
     return None
+
+
+@functools.cache
+def linear_by_onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Give the operation that torch's compiler has for linear layers on a CPU, x·wᵀ by oneDNN; None: there is none."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return None
+    operation = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: Tensor, w: Tensor) -> Tensor:
+        product: Tensor = operation(x, w, None, "none", [], "")
+        return product
+
+    whole = torch.arange(128, dtype=torch.float32, device="cpu").view(16, 8)
+    try:  # it is torch's own, and may mean something else in another version
+        as_expected = torch.equal(linear(whole, whole), whole @ whole.mT)
+    except (RuntimeError, TypeError):
+        as_expected = False
+    return linear if as_expected else None
+
+
+@functools.cache
+def has_wide_registers_of_amd() -> bool:
+    """Tell whether this is a processor of AMD's with AVX-512, and torch uses it."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    described = platform.processor()  # on Windows
+    if sys.platform == "linux":
+        described = Path("/proc/cpuinfo").read_text(errors="ignore")[:4096]
+    return "AuthenticAMD" in described
 
 
 def reduce_scatter() -> Callable[..., Any]:

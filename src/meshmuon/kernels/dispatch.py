@@ -12,6 +12,7 @@ from meshmuon.config import KernelChoice
 from meshmuon.errors import message
 from meshmuon.kernels.availability import has_triton, is_interpreted
 from meshmuon.kernels.configs import Architecture, architecture_of
+from meshmuon.kernels.cpu_products import prefers_onednn
 
 _SMALLEST_SIDE = 256  # below it a product is launch-bound either way, and cuBLAS has smaller tiles
 
@@ -58,7 +59,8 @@ def choose_kernels(
     if choice == "torch":
         return Dispatch("torch", False, "asked for")
     if choice == "auto" and device.type == "cpu":
-        return Dispatch("torch", False, "on a CPU")
+        library = ", fp32 by oneDNN" if dtype == torch.float32 and prefers_onednn() else ""
+        return Dispatch("torch", False, f"on a CPU{library}")
     missing = _what_is_missing(dtype, device, elsewhere=architecture is not None)
     if choice == "triton":
         if missing:

@@ -1,9 +1,9 @@
 """The operations of the iteration on a CPU: the same bits on any number of threads.
 
 [Note: panels] A product of many rows is computed by panels of rows, which several threads can share. The cut depends on
-the shape alone, so the bits do too. Of a product that is symmetric, a panel ends at the diagonal and the rest is its
-mirror image: five eighths of the work at 512 rows. Numbers of 16 bits take larger panels: their products are fast only
-on processors that multiply large tiles of them.
+the shape alone, so the bits do too. A product that is symmetric is cut into panels of columns, which begin at the
+diagonal; the rest is their mirror image: five eighths of the work at 512 rows. Numbers of 16 bits take larger panels:
+their products are fast only on processors that multiply large tiles of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from meshmuon.kernels.cpu_products import multiply
 from meshmuon.kernels.crew import share
 from meshmuon.polar.coefficients import Triple
 from meshmuon.polar.operations import TorchOperations, quadratic_rows
@@ -29,24 +30,24 @@ class CpuOperations(TorchOperations):
 
     def gram(self, x: Tensor) -> Tensor:
         """Return x·xᵀ."""
-        return _symmetric(x, lambda rows: torch.bmm(x[:, rows], x[:, : rows.stop].mT))
+        return _symmetric(x, lambda panel: multiply(x[:, panel.start :], x[:, panel].mT))
 
     def quadratic(self, gram: Tensor, triple: Triple) -> Tensor:
         """Return a·I + b·gram + c·gram²."""
         a, b, c = triple
 
-        def up_to_diagonal(rows: slice) -> Tensor:
-            columns = slice(0, rows.stop)
+        def from_diagonal(panel: slice) -> Tensor:
+            rows = gram[:, panel.start :]
             if gram.dtype.itemsize > 2:
-                inner = gram[:, rows] * c
-                inner[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(b)
-                part = torch.bmm(inner, gram[:, :, columns])
+                inner = gram[:, :, panel] * c
+                inner[:, panel].diagonal(dim1=-2, dim2=-1).add_(b)
+                part = multiply(rows, inner)
             else:  # b·I + c·r would swallow c·r
-                part = quadratic_rows(gram[:, rows, columns], gram[:, rows], gram[:, :, columns], b, c)
-            part[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(a)
+                part = quadratic_rows(rows[:, :, panel], rows, gram[:, :, panel], b, c)
+            part.diagonal(dim1=-2, dim2=-1).add_(a)
             return part
 
-        return _symmetric(gram, up_to_diagonal)
+        return _symmetric(gram, from_diagonal)
 
     def symmetric_product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left·right for two that commute; whole, since they do not quite."""
@@ -56,29 +57,29 @@ class CpuOperations(TorchOperations):
         """Return factor·x, in `out` if given."""
         panels = _panels(factor.shape[1], x.dtype)
         if len(panels) == 1:
-            return torch.bmm(factor, x, out=out)
+            return multiply(factor, x, out)
         out = torch.empty_like(x) if out is None else out
 
         def write(rows: slice) -> None:
-            for left, right, result in zip(factor, x, out, strict=True):
-                torch.mm(left[rows], right, out=result[rows])  # nothing beside the result
+            for left, right, result in zip(factor.split(1), x.split(1), out.split(1), strict=True):
+                multiply(left[:, rows], right, result[:, rows])
 
         share(write, panels, device=x.device)
         return out
 
 
-def _symmetric(x: Tensor, up_to_diagonal: Callable[[slice], Tensor]) -> Tensor:
-    """Put together a symmetric matrix for each of x, from parts of its rows that end at the diagonal."""
+def _symmetric(x: Tensor, from_diagonal: Callable[[slice], Tensor]) -> Tensor:
+    """Put together a symmetric matrix for each of x, from parts of its columns that begin at the diagonal."""
     batch, m, _ = x.shape
     panels = _panels(m, x.dtype)
     if len(panels) == 1:
-        return up_to_diagonal(panels[0])
+        return from_diagonal(panels[0])
     whole = x.new_empty(batch, m, m)
 
-    def write(rows: slice) -> None:
-        part = up_to_diagonal(rows)
-        whole[:, rows, : rows.stop] = part
-        whole[:, : rows.start, rows] = part[:, :, : rows.start].mT
+    def write(panel: slice) -> None:
+        part = from_diagonal(panel)
+        whole[:, panel.start :, panel] = part
+        whole[:, panel, panel.stop :] = part[:, panel.stop - panel.start :].mT
 
     share(write, panels, device=whole.device)
     return whole
@@ -98,6 +99,6 @@ def count_panels(rows: int, dtype: torch.dtype) -> int:
 
 
 def _panels(m: int, dtype: torch.dtype) -> list[slice]:
-    """Cut rows into panels; the last first, which of a symmetric product are the longest."""
+    """Cut rows or columns into panels; the first ones of a symmetric product are the longest."""
     least, panel = (PANELS_OF_16_BITS_FROM, _PANEL_OF_16_BITS) if dtype.itemsize == 2 else (PANELS_FROM, _PANEL)
-    return [slice(max(0, end - panel), end) for end in range(m, 0, -panel)] if m >= least else [slice(0, m)]
+    return [slice(start, min(m, start + panel)) for start in range(0, m, panel)] if m >= least else [slice(0, m)]

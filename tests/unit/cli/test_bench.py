@@ -47,7 +47,7 @@ def test_every_number_is_there_and_positive(quick):
     assert ceilings["flops"] > 0 and ceilings["bandwidth"] > 0 and len(record["polar"]) == 3
     for row in record["polar"].values():
         assert row["meshmuon"]["ms"] > row["floor ms"] > 0 and row["torch.optim.Muon"]["ms"] > 0
-        assert row["reason"] == "on a CPU"
+        assert row["reason"].startswith("on a CPU")
 
 
 def test_tables_and_progress_go_beside_the_record(quick):
