@@ -139,8 +139,6 @@ class Preparation:
             for group in param_groups:
                 group["params"] = [new if param is old else param for param in group["params"]]
         self._tell_of_thawed(param_groups)
-        if self._ready is not None and self._ready.peers.gone:
-            self._ready = None
         if self._ready is None or self._state_is_new or not self._snapshot.holds_for(param_groups):
             recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
             plan = self._plan(param_groups)

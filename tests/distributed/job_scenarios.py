@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -206,3 +207,19 @@ def stages(root):
     later.result()
     found = [param.full_tensor(), opt.state[param]["momentum_buffer"].full_tensor()]
     return refused, extra, all(map(torch.equal, found, expected)), Path(f"{folder}-later/.metadata").exists()
+
+
+def end_and_begin_again(kind, store):
+    """The job ends, and another begins in the same processes; the optimizer goes on, if it is of one process alone."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    param = nn.Parameter(torch.ones(6, 8))
+    opt = Muon([("w", param)], process_group=dist.group.WORLD if kind == "shared" else None)
+    give_gradients(param)
+    opt.step()
+    dist.destroy_process_group()
+    before = copy.deepcopy(opt.state_dict())
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    said = attempt(opt.step)["message"]
+    after = opt.state_dict()
+    moved = not torch.equal(*(each["state"][0]["momentum_buffer"] for each in (before, after)))
+    return said, moved

@@ -94,3 +94,11 @@ def test_pipeline_stages_save_to_folders_of_their_own(job, tmp_path):
     for rank, (refused, extra, same, later) in enumerate(job.run(scenarios.stages, str(tmp_path))):
         assert "not the same on all ranks" in refused and "process_group" in refused
         assert (extra, same, later) == ({"stage": int(rank == 2)}, True, True)
+
+
+@pytest.mark.parametrize("kind", ["alone", "shared"])
+def test_an_optimizer_in_another_job(fresh, tmp_path, kind):
+    """One that shares its work says that its groups are gone, and still gives its state."""
+    for said, moved in fresh(2).run(scenarios.end_and_begin_again, kind, str(tmp_path / "store")):
+        assert moved == (kind == "alone")
+        assert ("job that has ended" in said) == (kind == "shared")

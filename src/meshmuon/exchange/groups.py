@@ -72,8 +72,8 @@ class Groups:
 
     @property
     def gone(self) -> bool:
-        """Whether the job they belong to has been ended, and perhaps another begun."""
-        return self._job is not _job()
+        """Whether the job they belong to has been ended and another begun."""
+        return _job() not in (None, self._job)
 
     def know(self, groups: dict[Ranks, Any]) -> None:
         """Remember groups that exist already, such as those of a mesh, if their ranks ascend.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmuon.errors import PlanMismatchError, message, some
+from meshmuon.errors import BrokenOptimizerError, PlanMismatchError, message, some
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.health import Health
 from meshmuon.exchange.status import Row, Told
@@ -53,11 +53,6 @@ class Peers:
                 self._assemblies.setdefault(tuple(sorted(parameter.layout.ranks)), []).append(index)
 
     @property
-    def gone(self) -> bool:
-        """Whether the job they belonged to has been ended: nobody can be told anything any more."""
-        return self._groups.gone
-
-    @property
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return not self._assemblies
@@ -68,6 +63,10 @@ class Peers:
 
     def together(self) -> AbstractContextManager[None]:
         """Do something that only makes sense if every peer does it too. See `Health`."""
+        if not self.alone and self._groups.gone:
+            found = "made in a job that has ended: its meshes and process groups are gone, though another job has begun"
+            do = "Make model and optimizer anew in this job; state_dict() still gives the state"
+            raise BrokenOptimizerError(message("optimizer", found=found, do=do))
         return self._health.together(self._plan.rank, sorted(set().union(*self._assemblies)))
 
     def settings_hashes(self) -> list[int]:

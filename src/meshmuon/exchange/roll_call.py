@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,12 @@ def is_about_peers(error: BaseException) -> bool:
         error: What a step was left with.
 
     Returns:
-        True for what NCCL and gloo raise; theirs is a RuntimeError that only its words tell from others.
+        True for NCCL's errors; for gloo's, plain RuntimeErrors, if it comes from where collectives are called.
     """
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    if type(error) is not RuntimeError:
+        return isinstance(error, dist.DistError)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(("torch.distributed.", "meshmuon.exchange."))
 
 
 def answer(words: str = _HERE, *, incident: int) -> None:
