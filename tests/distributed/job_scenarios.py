@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -223,3 +224,31 @@ def end_and_begin_again(kind, store):
     after = opt.state_dict()
     moved = not torch.equal(*(each["state"][0]["momentum_buffer"] for each in (before, after)))
     return said, moved
+
+
+def plan_without_a_word():
+    """An optimizer is made, printed and asked for its state while nothing may be sent; what was logged, by rank."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("meshmuon")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    params = [
+        ("w", nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))),
+        ("b", nn.Parameter(torch.ones(8))),
+    ]
+    silent = mock.Mock(side_effect=AssertionError("something was sent"))
+    words = ("all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "broadcast", "new_group", "barrier")
+    try:
+        with mock.patch.multiple(dist, **dict.fromkeys(words, silent)):
+            opt = Muon(params)
+            text = str(opt)
+            opt.state_dict()
+            first = attempt(opt.step)["message"]  # the sabotage: a step does send
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [(record.levelname, record.getMessage() == text) for record in records], first

@@ -102,3 +102,9 @@ def test_an_optimizer_in_another_job(fresh, tmp_path, kind):
     for said, moved in fresh(2).run(scenarios.end_and_begin_again, kind, str(tmp_path / "store")):
         assert moved == (kind == "alone")
         assert ("job that has ended" in said) == (kind == "shared")
+
+
+def test_a_plan_needs_no_collective_and_is_logged_once_on_rank_0(pool):
+    first, second = pool(2).run(scenarios.plan_without_a_word)
+    assert (first[0], second[0]) == ([("INFO", True)], [])
+    assert all(text != "" and "something was sent" in text for _, text in (first, second))

@@ -137,3 +137,14 @@ def test_the_size_of_buckets_does_not_change_a_bit(workspace_bytes):
     if workspace_bytes == 1:
         assert len(opt.plan.buckets) == 5
         assert "more than workspace_bytes=1" in str(opt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_exact_factor_has_the_same_bits_in_every_batch(dtype):
+    """LAPACK's in fp64 depend on the batch: one matrix in eight had others."""
+    for rows, cols in ((5, 9), (16, 16), (33, 20)):
+        stack = torch.randn(8, rows, cols, generator=torch.Generator().manual_seed(rows), dtype=dtype)
+        together = orthogonalize(stack, form="svd")
+        assert all(
+            torch.equal(orthogonalize(one, form="svd"), found) for one, found in zip(stack, together, strict=True)
+        )

@@ -312,3 +312,20 @@ def test_norms_and_biases_of_two_dims_are_decayed(asked: float | None) -> None:
     vectors = {"norm.weight", "scale.parametrizations.weight.original0", "relative_bias", "cls_token"}
     assert (decayed & vectors, kept) == ((vectors, set()) if asked else (set(), vectors))
     assert "table.weight" in decayed
+
+
+def test_groups_to_edit_take_what_the_constructor_takes() -> None:
+    model = Holder(
+        gate=nn.Linear(8, 8, bias=False),
+        qkv=nn.Linear(8, 24, bias=False),
+        bank=nn.Parameter(torch.ones(3, 8, 8)),
+    )
+    overrides = {"gate.*": "adamw", "qkv.weight": View(split_rows=(8, 8, 8))}
+    groups = param_groups(model, overrides=overrides, expert_keys=("bank",))
+    straight = Muon(model, overrides=overrides, expert_keys=("bank",))
+    edited = Muon(groups)
+    assert routes(edited) == routes(straight) == {"bank": "muon", "qkv.weight": "muon", "gate.weight": "adamw"}
+    views = [[p.routing.view for p in opt.plan.parameters] for opt in (edited, straight)]
+    assert views[0] == views[1]
+    with pytest.raises(ValueError, match="bank"):
+        param_groups(model, overrides=overrides)
