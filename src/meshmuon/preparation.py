@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from meshmuon.config import Execution
-from meshmuon.errors import message, warn_user
+from meshmuon.errors import message, some, warn_user
 from meshmuon.exchange.contributions import Contributions
 from meshmuon.exchange.exchange import Exchange
 from meshmuon.exchange.groups import Groups, global_rank, world_size
 from meshmuon.exchange.health import Health
 from meshmuon.exchange.peers import Peers
-from meshmuon.groups import group_records, recheck_groups_
+from meshmuon.groups import group_records, recheck_groups_, replace_parameter_
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.mesh import mesh_groups
 from meshmuon.layout.plain import PlainLayouts
@@ -136,8 +136,7 @@ class Preparation:
             before = state.pop(old, None)
             if keeps_state and before is not None:  # else momentum starts anew: the old one lies otherwise
                 state[new] = before
-            for group in param_groups:
-                group["params"] = [new if param is old else param for param in group["params"]]
+            replace_parameter_(param_groups, old, new)
         self._tell_of_thawed(param_groups)
         if self._ready is None or self._state_is_new or not self._snapshot.holds_for(param_groups):
             recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
@@ -158,13 +157,14 @@ class Preparation:
         return self._ready
 
     def _tell_of_thawed(self, param_groups: Groupings) -> None:
-        """Warn of parameters that were frozen when they were routed, and would be trained by nobody."""
-        for name, tensor in self._homes.thawed().items():
-            if not any(param is tensor for group in param_groups for param in group["params"]):
-                found = "it has a gradient, but was frozen when the optimizer was made: it is not trained"
-                add = f'opt.add_param_group({{"params": [({name!r}, parameter)], "algorithm": "muon"}})'
-                do = f'Write {add}, or "adamw"; or make the optimizer while it is trainable'
-                warn_user(message(f"parameter {name!r}", found=found, do=do))
+        """Warn of parameters that were frozen when they were routed, and that this optimizer does not train."""
+        if thawed := self._homes.thawed():
+            ours = {id(param) for group in param_groups for param in group["params"]}
+            lost = [name for name, tensor in thawed.items() if id(tensor) not in ours]
+            found = "a gradient, but frozen when the optimizer was made: this optimizer does not train it"
+            add = 'opt.add_param_group({"params": [(name, parameter)], "algorithm": "muon" or "adamw"})'
+            if lost:
+                warn_user(message(f"parameter {some(map(repr, lost), limit=3)}", found=found, do=f"Write {add}"))
 
     def move_state(self, param_groups: Groupings, state: State, *, on_host: bool) -> None:
         """Bring all state to host memory or back; done when this returns.
@@ -185,7 +185,7 @@ class Preparation:
     def state_was_loaded(self) -> None:
         """Begin afresh: whatever a lost rank left half done has been replaced."""
         if self._health.broken is not None:
-            self._health.heal()
+            self._health.broken = None
             self._ready = None  # nobody may be there to be told of a new plan
         self._state_is_new = True
 

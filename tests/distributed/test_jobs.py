@@ -49,7 +49,7 @@ def test_replicas_on_some_ranks_and_shards_on_others(job):
 
 
 def test_a_rank_that_failed_by_itself_is_named_by_the_others(fresh):
-    """Also in another optimizer, after a reload of the first: what was answered then does not count."""
+    """Also in another optimizer, when the first was thrown away: what was answered then does not count."""
     first, second = zip(*fresh(3).run(scenarios.fail_alone), strict=True)
     for rank, text in [*enumerate(first), (2, second[2])]:
         assert f"failed on rank {rank}, by an error of its own (MemoryError: of rank {rank})" in text
@@ -108,3 +108,10 @@ def test_a_plan_needs_no_collective_and_is_logged_once_on_rank_0(pool):
     first, second = pool(2).run(scenarios.plan_without_a_word)
     assert (first[0], second[0]) == ([("INFO", True)], [])
     assert all(text != "" and "something was sent" in text for _, text in (first, second))
+
+
+def test_a_rank_that_is_lost_in_dtensors_own_collectives_is_named(fresh):
+    first, second, third = fresh(3).outcomes(scenarios.lose_a_rank_while_gradients_are_laid_out)
+    assert not second[0]
+    for ok, text in (first, third):
+        assert ok and "no answer yet from rank" in text and "error of its own" not in text, text

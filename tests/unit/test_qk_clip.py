@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import re
+import warnings
 from unittest import mock
 
 import pytest
@@ -425,6 +426,16 @@ def test_the_bias_of_torchs_attention_is_scaled_along():
     assert (before > 50).all()
     opt.step(qk_logits={"attn": before})
     torch.testing.assert_close(model.logits(), torch.full((2,), 10.0))
+
+
+@pytest.mark.parametrize("harmless", ["v_bias", "out_bias", "bias_o"])
+def test_other_biases_are_not_named(harmless):
+    model = Biased(q_bias=True)
+    del model.attn.q_bias
+    setattr(model.attn, harmless, nn.Parameter(torch.zeros(16)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Muon(model, qk_clip=QKClip(threshold=10.0, **BIASED))
 
 
 def test_a_bias_that_is_not_scaled_along_is_named():

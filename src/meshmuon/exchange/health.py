@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from meshmuon.errors import (
     message,
     some,
 )
-from meshmuon.exchange.roll_call import answer, call_roll, is_about_peers, withdraw_answers
+from meshmuon.exchange.roll_call import RollCall, is_about_peers
 
 _RELOAD = "Parameters may be half updated: reload a checkpoint on all ranks"
 
@@ -28,7 +28,6 @@ class Health:
     """Whether a step ended in the middle, and how. Outlives plans; a loaded checkpoint heals it."""
 
     broken: str | None = None
-    incidents: int = 0
 
     def refuse_if_broken(self) -> None:
         """Refuse to go on after a step ended in the middle.
@@ -41,12 +40,12 @@ class Health:
             raise BrokenOptimizerError(message("optimizer", found=found, do=_RELOAD))
 
     @contextmanager
-    def together(self, rank: int, peers: Sequence[int]) -> Iterator[None]:
+    def together(self, rank: int, teams: Callable[[], Mapping[str, Sequence[int]]] | None) -> Iterator[None]:
         """Do something that only makes sense if every peer does it too.
 
         Args:
             rank: This one.
-            peers: All that take part; none: this rank is alone, and its errors are its own.
+            teams: Gives those that take part, by what they share; None: this rank is alone, and its errors are its own.
 
         Raises:
             BrokenOptimizerError: If it failed, for a reason the peers have not agreed on, now or before.
@@ -59,27 +58,22 @@ class Health:
         except AgreedRefusalError as refusal:
             raise refusal.args[0] from None
         except BaseException as error:
-            if not peers:
+            if teams is None:
                 raise
             self.broken = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             if not isinstance(error, Exception):  # Ctrl-C: who wants to leave does not wait for a roll call
                 raise
-            self.incidents += 1
-            found = f"a step failed on rank {rank}, {self._who(error, peers)} ({self.broken})"
+            found = f"a step failed on rank {rank}, {self._who(error, teams())} ({self.broken})"
             raise BrokenOptimizerError(message("optimizer", found=found, do=_RELOAD)) from error
 
-    def _who(self, error: Exception, peers: Sequence[int]) -> str:
+    def _who(self, error: Exception, teams: Mapping[str, Sequence[int]]) -> str:
         """Say whose fault it was: this rank's own, that of one that says so, or of one that does not answer."""
+        roll_call = RollCall(teams)
         if not is_about_peers(error):  # the others still wait for this one, and will ask
-            answer(str(self.broken), incident=self.incidents)
+            roll_call.answer(str(self.broken))
             return "by an error of its own"
-        answer(incident=self.incidents)
-        failed, silent = call_roll(peers, incident=self.incidents)
+        roll_call.answer()
+        failed, silent = roll_call.hear()
         found = [f"rank {rank} failed by an error of its own, {words}" for rank, words in sorted(failed.items())]
         found += [f"no answer yet from rank {some(map(str, silent))}"] if silent else []
         return "; ".join(found) or "a peer is gone or failed"
-
-    def heal(self) -> None:
-        """Begin afresh: whatever a lost rank left half done has been replaced."""
-        withdraw_answers(self.incidents if self.broken is not None else 0)
-        self.broken = None

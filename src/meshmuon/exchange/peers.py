@@ -67,7 +67,12 @@ class Peers:
             found = "made in a job that has ended: its meshes and process groups are gone, though another job has begun"
             do = "Make model and optimizer anew in this job; state_dict() still gives the state"
             raise BrokenOptimizerError(message("optimizer", found=found, do=do))
-        return self._health.together(self._plan.rank, sorted(set().union(*self._assemblies)))
+        return self._health.together(self._plan.rank, None if self.alone else self._teams)
+
+    def _teams(self) -> dict[str, Ranks]:
+        """What each assembly shares, in letters, the same on all of its ranks → its ranks."""
+        names = {ranks: [self._plan.parameters[i].name for i in indices] for ranks, indices in self._assemblies.items()}
+        return {digest([str(ranks), *shared]).hex()[:16]: ranks for ranks, shared in names.items()}
 
     def settings_hashes(self) -> list[int]:
         """Give a number for each parameter that changes with any hyper-parameter of its group."""

@@ -10,6 +10,7 @@ from meshmuon.groups.complete import (
     group_records,
     read_once,
     recheck_groups_,
+    replace_parameter_,
 )
 from meshmuon.groups.keys import MUON_ARGUMENTS, check_values, group_defaults
 from meshmuon.groups.unknown import refuse_keywords
@@ -25,4 +26,5 @@ __all__ = [
     "read_once",
     "recheck_groups_",
     "refuse_keywords",
+    "replace_parameter_",
 ]

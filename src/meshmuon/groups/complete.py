@@ -181,6 +181,35 @@ def recheck_groups_(param_groups: Sequence[dict[str, Any]], *, orthogonalizer: O
             raise ValueError(message(where, found=found, do="Take a parameter and its name out together"))
         plain = check_values(group, known, orthogonalizer=orthogonalizer, where=where)
         group.update({key: plain[key] for key in _NOT_PLAIN if key in plain})
+    _refuse_twice(param_groups)
+
+
+def _refuse_twice(param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """A parameter that stands in the groups twice would be updated twice in a step."""
+    seen: dict[int, str] = {}
+    for index, group in enumerate(param_groups):
+        for position, param in enumerate(group["params"]):
+            place = f"param_groups[{index}]['params'][{position}]"
+            if id(param) in seen:
+                found = f"the same parameter as {seen[id(param)]}"
+                raise ValueError(message(place, found=found, do="Give each parameter once"))
+            seen[id(param)] = place
+
+
+def replace_parameter_(param_groups: Sequence[dict[str, Any]], old: Tensor, new: Tensor) -> None:
+    """Put another parameter in the place of one; where it is in a group already, only the old one goes.
+
+    Args:
+        param_groups: The optimizer's groups; written.
+        old: Which one.
+        new: What the model has instead.
+    """
+    is_there = any(param is new for group in param_groups for param in group["params"])
+    for group in param_groups:
+        places = [i for i, param in enumerate(group["params"]) if not (is_there and param is old)]
+        group["params"] = [new if group["params"][i] is old else group["params"][i] for i in places]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][i] for i in places]
 
 
 def check_group_parameters(

@@ -20,6 +20,7 @@ from meshmuon.layout.records import ParameterRecord
 from meshmuon.layout.shard_layout import Intervals
 
 Side = Literal["q", "k", "qk"]
+_OF_Q_OR_K = re.compile(r"(?=.*bias)(^|_)(q|k|qk|qkv|query|key|in)(_|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ def _warn_of_biases(layer: str, parameters: Sequence[HeadParameter], known: Mapp
     modules = {name.rpartition(".")[0] for name in scaled}
     for name, record in known.items():
         module, _, leaf = name.rpartition(".")
-        if module in modules and name not in scaled and "bias" in leaf and len(record.shape) == 1 and leaf[0] != "v":
+        if module in modules and name not in scaled and len(record.shape) == 1 and _OF_Q_OR_K.search(leaf):
             found = f"{name!r} is not scaled along, and may be a part of its logits"
             do = "Where it is, logits stay above the threshold: give q and k biases of their own (`q.bias`, `k.bias`)"
             warn_user(message(f"qk_clip, layer {layer!r}", found=found, do=do))

@@ -32,47 +32,63 @@ class Homes:
     """
 
     def __init__(self, model: Any = None) -> None:
-        self._homes: dict[Tensor, tuple[weakref.ref[nn.Module], str]] = {}
-        self._frozen: dict[Tensor, str] = {}
+        self._homes: dict[Tensor, list[_Home]] = {}
+        self._frozen: dict[str, _Home] = {}
         if not isinstance(model, nn.Module):
             return
+        names = dict(
+            zip(model.parameters(), normalise_names(name for name, _ in model.named_parameters()), strict=True)
+        )
         for module in model.modules():
             for leaf, tensor in module._parameters.items():
-                if tensor is not None:
-                    self._homes.setdefault(tensor, (weakref.ref(module), leaf))
-        pairs = list(model.named_parameters())
-        names = normalise_names(name for name, _ in pairs)
-        self._frozen = {t: name for name, (_, t) in zip(names, pairs, strict=True) if not t.requires_grad}
+                home = _Home(weakref.ref(module), leaf)
+                if tensor is not None and tensor.requires_grad:
+                    self._homes.setdefault(tensor, []).append(home)
+                elif tensor is not None:
+                    self._frozen.setdefault(names[tensor], home)
 
     def follow(self) -> Iterator[Moved]:
         """Find parameters that were replaced by a version of themselves: on more mesh axes, or plain and in use.
 
         The other direction is not a replacement: between forward and backward FSDP2 shows whole parameters for a while.
+        Nor is a tie that is made or undone: then one of the tensors is that of another home, or still in its own.
 
         Yields:
             Old and new; the new one is followed from now on.
         """
-        for old, (home, leaf) in list(self._homes.items()):
-            module = home()
-            new = None if module is None else module._parameters.get(leaf)
-            if new is None or new is old or new.shape != old.shape:
+        for old, homes in list(self._homes.items()):
+            new = homes[0].tensor
+            if new is old or new is None or new.shape != old.shape or new in self._homes:
                 continue
             in_use = _is_in_use(new, old)
             if not in_use and _mesh_axes(new) <= _mesh_axes(old):
                 continue
+            if any(home.tensor is old for home in homes):
+                continue
             self._homes[new] = self._homes.pop(old)
-            if old in self._frozen:
-                self._frozen[new] = self._frozen.pop(old)
             yield Moved(old, new, keeps_state=in_use and not old.is_meta)
 
     def thawed(self) -> dict[str, Tensor]:
         """Give parameters that were frozen when the optimizer was made and have a gradient now; each once."""
         found = {
-            name: tensor for tensor, name in self._frozen.items() if tensor.requires_grad and tensor.grad is not None
+            name: tensor
+            for name, home in self._frozen.items()
+            if (tensor := home.tensor) is not None and tensor.requires_grad and tensor.grad is not None
         }
-        for tensor in found.values():
-            del self._frozen[tensor]
+        for name in found:
+            del self._frozen[name]
         return found
+
+
+class _Home(NamedTuple):
+    module: weakref.ref[nn.Module]
+    leaf: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What lies there now."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.leaf)
 
 
 def _is_in_use(new: Tensor, old: Tensor) -> bool:

@@ -248,7 +248,9 @@ def _of(bucket: Bucket, matrices: Sequence[Matrix]) -> Bucket:
 def _gram(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     team, size, count = Team.of(bucket.team, hardware), len(bucket.team), len(bucket.matrices)
     recipe, (m, n) = bucket.recipe, bucket.wide_shape
-    segments = split_at(recipe.schedule, choose_restarts(recipe.schedule, recipe.dtype))
+    planned = bucket.route is Route.SHARDED  # else it is asked what this route would cost
+    restarts = recipe.restarts if planned else choose_restarts(recipe.schedule, recipe.dtype)
+    segments = split_at(recipe.schedule, restarts)
     ours = recipe.kernels.products == "triton"
     triangle_cost = 1.0 if ours else 2.0
     factors = len(segments)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -192,10 +194,16 @@ def param_groups(
         overrides: Pattern → "muon", "adamw" or a view; or a callable.
 
     Returns:
-        Group dicts with named parameters, to be passed to `Muon`: one for Muon per view, one for AdamW.
+        Group dicts with named parameters, to be passed to `Muon`: one for Muon per view, one for AdamW; and one without
+        weight decay for norms and biases of two dims and more, if there are any.
     """
     expert_keys = check_words("expert_keys", expert_keys)
-    return groups_of(route_model(model, expert_keys=expert_keys, overrides=overrides))
+    routed = route_model(model, expert_keys=expert_keys, overrides=overrides)
+    apart = [item.routing.like_a_vector and item.tensor.ndim >= 2 for item in routed]
+    together, alone = (
+        groups_of(list(itertools.compress(routed, which))) for which in (map(operator.not_, apart), apart)
+    )
+    return [*together, *({**group, "weight_decay": 0.0} for group in alone)]
 
 
 def groups_of(routed: Sequence[RoutedTensor]) -> list[dict[str, Any]]:
@@ -231,13 +239,19 @@ def _route(candidates: Sequence[Candidate], overrides: Overrides) -> list[Routed
     return routed
 
 
+def _proposed(candidate: Candidate) -> Routing | None:
+    return next((routing for rule in RULES if (routing := rule(candidate)) is not None), None)
+
+
 def _decide(candidate: Candidate, choice: Choice | None) -> Routing:
     """One parameter's route. Whether its view fits is asked when the groups are made, of its global shape."""
     if isinstance(choice, MatrixView):
         return Routing(candidate.name, "muon", "override: a view", choice)
     if choice == "adamw":
-        return Routing(candidate.name, "adamw", "override")
-    proposed = next((routing for rule in RULES if (routing := rule(candidate)) is not None), None)
+        return replace(
+            _proposed(candidate) or Routing(candidate.name, "adamw", ""), algorithm="adamw", reason="override"
+        )
+    proposed = _proposed(candidate)
     if choice == "muon":
         view = proposed.view if proposed is not None else MatrixView()
         return Routing(candidate.name, "muon", "override", view)

@@ -19,6 +19,7 @@ from meshmuon.layout.tensors import FLAT_SHARD
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDING_WORDS = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position_emb")
+_LAYER_WORDS = ("fc", "mlp", "attn", "attention", "proj", "linear", "dense", "conv", "ffn", "feed_forward", "gate")
 _HEAD_NAMES = (
     "lm_head",
     "unembed",
@@ -129,8 +130,9 @@ def _embedding(c: Candidate) -> Routing | None:
         tied = f", tied to {some(others, limit=2)}" if others else ""
         return Routing(c.name, "adamw", f"embedding{tied}")
     # With modules at hand their type decides; only a bare parameter (`pos_embed`) is judged by its own name. Without
-    # them, not by what is before a number: `embedder.0.fc.weight` is a matrix of some tower.
-    words = (c.leaf,) if c.modules else c.path.words
+    # them, `embedder.0.fc.weight` is a layer of some tower, `embeddings.0.table.weight` is not.
+    layer = any(word in part for part in c.path.words for word in _LAYER_WORDS)
+    words = (c.leaf,) if c.modules else c.path.words if layer else tuple(c.name.lower().split("."))
     if any(word in part for part in words for word in _EMBEDDING_WORDS) and not _is_head_name(c.path):
         return Routing(c.name, "adamw", "embedding, by name")
     return None
@@ -171,13 +173,17 @@ def _weight_of(module: nn.Module) -> Tensor | None:
 def followed_layers(model: nn.Module) -> set[Tensor]:
     """Those that others come after, one by one: of `classifier = Sequential(...)` only the last is a head.
 
-    Layers of a ModuleList follow each other if each takes as many numbers as the one before gives: several heads don't.
+    Layers of a ModuleList follow each other if each takes as many numbers as the one before gives. Several heads don't,
+    or are all of one shape: then it cannot be known, and they are taken for heads.
     """
     found: set[Tensor] = set()
     for stack in model.modules():
         if not isinstance(stack, (nn.Sequential, nn.ModuleList)):
             continue
         layers = [weights for layer in stack if (weights := _matrices_in(layer))]
+        alike = len({tuple(weight.shape for weight in weights) for weights in layers}) == 1
+        if isinstance(stack, nn.ModuleList) and alike:
+            continue
         for earlier, later in itertools.pairwise(layers):
             if isinstance(stack, nn.Sequential) or earlier[-1].shape[0] == later[0].shape[1]:
                 found.update(earlier)

@@ -252,6 +252,21 @@ def test_formulas_of_the_other_routes():
     assert gram.bytes_sent.max < said.route("owner").bytes_sent.max, "P < n/m"
 
 
+@pytest.mark.parametrize("restarts", ["auto", (), (1, 2, 3, 4)])
+def test_the_gram_route_is_forecast_with_the_restarts_it_takes(restarts):
+    shapes = {f"layers.{i}.w.weight": (1024, 65536) for i in range(2)}
+    execution = Execution(orthogonalizer=Orthogonalizer(restarts=restarts))
+    said = plan_for(shapes, {"dp": 2}, {"dp": "shard1"}, execution=execution)
+    assert {bucket.route for bucket in said.plan.buckets} == {Route.SHARDED}
+    if restarts != "auto":
+        assert {bucket.recipe.restarts for bucket in said.plan.buckets} == {restarts}
+    factors = len(said.plan.buckets[0].recipe.restarts) + 1
+    m, n, triangle = 1024, 65536, 1024 * 1025 // 2
+    chosen = said.route(said.chosen)
+    assert chosen.bytes_sent.max == pytest.approx(2 * triangle * (4 + 2 * factors) / 2, rel=1e-3)
+    assert chosen.flops.mean >= (2 * factors + 1) * m * m * n, "each factor is applied, to one matrix for each rank"
+
+
 @pytest.fixture(params=[True, False], ids=["with Triton", "without Triton"])
 def installed(request, monkeypatch):
     choose_kernels.cache_clear()  # it remembers, and would not look again

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -239,6 +240,10 @@ NUMBERED: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: Holder(body=Block(), heads=nn.ModuleList(weights((8, 3), (8, 5)))),
         {"heads.0.weight", "heads.1.weight"},
     ),
+    "several square heads": (
+        lambda: Holder(body=Block(), heads=nn.ModuleList(weights((8, 8), (8, 8), (8, 8)))),
+        {"heads.0.weight", "heads.1.weight", "heads.2.weight"},
+    ),
     "as torchvision and timm call theirs": (
         lambda: Holder(
             body=Block(),
@@ -288,15 +293,17 @@ def test_making_an_optimizer_runs_the_parametrizations() -> None:
 
 def test_a_tower_below_a_name_like_embedder_loses_muon_by_name() -> None:
     shapes = {"embedder.0.fc1.weight": (8, 16), "embedder.0.embed_tokens.weight": (20, 8), "trunk.weight": (8, 8)}
-    tables = {"embedding.token.weight": (20, 8), "embeddings.1.weight": (20, 8)}
+    words = ("embedding.token", "embeddings.1", "embeddings.0.table", "embed_tokens.0.base_layer")
+    tables = {f"{word}.weight": (20, 8) for word in words}
     found = routes(Muon([(name, parameter(*shape)) for name, shape in (shapes | tables).items()]))
     muon = {name for name, algorithm in found.items() if algorithm == "muon"}
     assert muon == {"embedder.0.fc1.weight", "trunk.weight"}
 
 
+@pytest.mark.parametrize("way_in", ["model", "groups", "overrides"])
 @pytest.mark.parametrize("asked", [None, 0.5])
-def test_norms_and_biases_of_two_dims_are_decayed(asked: float | None) -> None:
-    model = Holder(
+def test_norms_and_biases_of_two_dims_are_decayed(asked: float | None, way_in: str) -> None:
+    model: Any = Holder(
         hidden=nn.Linear(4, 4, bias=False),
         norm=nn.LayerNorm((3, 4), bias=False),
         scale=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)),
@@ -304,7 +311,11 @@ def test_norms_and_biases_of_two_dims_are_decayed(asked: float | None) -> None:
         cls_token=nn.Parameter(torch.ones(1, 1, 4)),
         table=nn.Embedding(3, 4),
     )
-    opt = Muon(model, lr=0.1, weight_decay=0.5, adamw_weight_decay=asked)
+    if asked and way_in == "groups":
+        pytest.skip("a group's own weight decay wins")
+    overrides = {"norm.*": "adamw"} if way_in == "overrides" else None
+    params = param_groups(model) if way_in == "groups" else model
+    opt = Muon(params, lr=0.1, weight_decay=0.5, adamw_weight_decay=asked, overrides=overrides)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step(opt, model.parameters(), [torch.zeros_like(p) for p in model.parameters()])
     decayed = {n for n, p in model.named_parameters() if torch.equal(p, before[n] * (1 - 0.1 * 0.5))}
