@@ -85,7 +85,8 @@ def calling_groups(name: str) -> Iterator[None]:
     """Give process groups that are made without the whole job a name, the same on every member.
 
     torch would name one by its ranks and by how many groups this process is in. Where members are in different numbers
-    of groups (node leaders, embeddings shared by pipeline stages), each would wait for the others under another name.
+    of groups (node leaders, embeddings shared by pipeline stages), each would wait for the others under another name:
+    https://github.com/pytorch/pytorch/issues/190396. Its later versions count otherwise.
 
     Args:
         name: What groups are called that are made meanwhile.
@@ -93,12 +94,13 @@ def calling_groups(name: str) -> Iterator[None]:
     Yields:
         While they are.
     """
-    theirs = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    module: Any = distributed_c10d
+    theirs = module._hash_ranks_to_str
+    module._hash_ranks_to_str = lambda *_, **__: name
     try:
         yield
     finally:
-        distributed_c10d._hash_ranks_to_str = theirs
+        module._hash_ranks_to_str = theirs
 
 
 def job_timeout() -> timedelta | None:

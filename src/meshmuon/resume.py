@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from meshmuon.errors import CheckpointError, message
 from meshmuon.exchange.groups import side_group
-from meshmuon.exchange.refusals import told_by_all
+from meshmuon.exchange.refusals import agree
 from meshmuon.muon import Muon
 from meshmuon.saved_files import (
     ANOTHER,
@@ -76,7 +76,7 @@ def save_checkpoint(
     packed: list[Tensor] = []
     model_state, optimizer_state = get_state_dict(model, optimizer)
     groups: Any = optimizer_state["param_groups"]
-    _agree(
+    agree(
         lambda: packed.append(_ready_to_save(path, groups, dict(extra or {}))),
         same=lambda: f"the folder {path}",
         members=process_group,
@@ -127,7 +127,7 @@ def load_checkpoint(
     path = Path(folder).absolute()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     wanted = _copied({"model": model_state, "state": optimizer_state["state"]})
-    _agree(
+    agree(
         lambda: wanted.update(extra=_checked(path, wanted)),
         same=lambda: f"the checkpoint {path} ({fingerprint(path)})",
         members=process_group,
@@ -137,7 +137,7 @@ def load_checkpoint(
         groups, extra = unpacked_extra(wanted["extra"])
     here: Any = optimizer_state["param_groups"]
     loaded = {"state": wanted["state"], "param_groups": _regrouped(groups, here, path)}
-    _agree(lambda: _check_groups(optimizer, loaded), members=process_group)
+    agree(lambda: _check_groups(optimizer, loaded), members=process_group)
     set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=loaded)
     return extra
 
@@ -202,37 +202,6 @@ def _wait_for_pending() -> None:
     """Wait until what was saved with `wait=False` is written. What went wrong with it is told by its own future."""
     while _PENDING:
         _PENDING.pop().exception()
-
-
-def _agree(check: Callable[[], object], *, same: Callable[[], str] = str, members: Any) -> None:
-    """Run a check of this rank's own, and compare what must be the same on all.
-
-    Where either fails on any rank, all raise: nobody waits in a collective for the others.
-
-    Args:
-        check: Raises what stands in the way.
-        same: Gives the words that all ranks must have.
-        members: A group of the ranks that take part; None: all of the job.
-    """
-    error: Exception | None = None
-    words = ""
-    try:
-        check()
-        words = same()
-    except Exception as raised:  # a disk may fail in any way
-        error = raised
-    told = told_by_all((None if error is None else str(error), words), members)
-    if error is not None:
-        raise error
-    for rank, (problem, _) in told:
-        if problem is not None:
-            raise CheckpointError(f"rank {rank} says: {problem}")
-    first, (_, theirs) = told[0]
-    odd = next(((rank, other) for rank, (_, other) in told if other != theirs), None)
-    if odd is not None:
-        found = f"not the same on all ranks; rank {first} has {theirs}, rank {odd[0]} has {odd[1]}"
-        do = "Choose it on one rank and tell the others; ranks without a part of this model belong in no process_group"
-        raise CheckpointError(message("folder", found=found, do=do))
 
 
 def _ready_to_save(path: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:
