@@ -78,8 +78,8 @@ def replicas_beside_shards_alone():
     return {name: param.detach() for name, param in params.items()}
 
 
-def fail_alone():
-    """All ranks run out of memory in the middle of a step; then rank 2 alone, in another optimizer's."""
+def fail_alone(second):
+    """All ranks run out of memory in the middle of a step; in another optimizer's rank 2 alone does, or is killed."""
     from meshmuon import step as module
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -90,6 +90,8 @@ def fail_alone():
     for param, opt, odd in zip(params, opts, ({0, 1, 2}, {2}), strict=True):
         give_gradients(param)
         fails = mock.Mock(side_effect=MemoryError(f"of rank {rank}"))
+        if said and second == "killed":
+            fails = mock.Mock(side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         with mock.patch.object(module, "orthogonalize_stack", fails) if rank in odd else nullcontext():
             said.append(attempt(opt.step)["message"])
         if len(odd) == ranks:

@@ -49,13 +49,19 @@ def test_replicas_on_some_ranks_and_shards_on_others(job):
 
 
 def test_a_rank_that_failed_by_itself_is_named_by_the_others(fresh):
-    """Also in another optimizer, when the first was thrown away: what was answered then does not count."""
-    first, second = zip(*fresh(3).run(scenarios.fail_alone), strict=True)
+    first, second = zip(*fresh(3).run(scenarios.fail_alone, "fails"), strict=True)
     for rank, text in [*enumerate(first), (2, second[2])]:
         assert f"failed on rank {rank}, by an error of its own (MemoryError: of rank {rank})" in text
     for text in second[:2]:
         assert "rank 2 failed by an error of its own, MemoryError: of rank 2" in text
         assert "no answer" not in text
+
+
+def test_what_was_answered_about_an_optimizer_that_was_thrown_away_does_not_count(fresh):
+    *survivors, killed = fresh(3).outcomes(scenarios.fail_alone, "killed")
+    assert not killed[0]
+    for ok, (_, text) in survivors:
+        assert ok and "no answer yet from rank 2" in text and "rank 2 failed" not in text, text
 
 
 @pytest.mark.parametrize("kind", ["pg", "sync", "fsdp"])
