@@ -138,6 +138,9 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=recipe.dtype)
     if recipe.form == "svd":
+        if x.device.type == "cpu":  # one at a time, each by one thread: LAPACK's bits, too, depend on both
+            found = share(partial(_svd_polar, eps=recipe.eps), x.split(1), device=x.device)
+            return torch.cat(found).to(recipe.dtype)
         return _svd_polar(x, eps=recipe.eps).to(recipe.dtype)
     if _takes_threads(recipe, x.device):
         return _by_threads(x, recipe, consume=consume)
@@ -298,8 +301,6 @@ def _svd_polar(x: Tensor, *, eps: float) -> Tensor:
     Rounding the entries of an m×n matrix (m <= n) adds singular values of up to about 0.6·eps / sqrt(m) of the largest.
     The rest stays zero, so that zero gives zero and a low rank stays low.
     """
-    if x.device.type == "cpu" and len(x) > 1:  # [Note: canonical entry]: the bits of LAPACK depend on the batch
-        return torch.cat(share(lambda one: _svd_polar(one, eps=eps), x.split(1), device=x.device))
     wide = x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     u, s, vh = torch.linalg.svd(normalised(wide, eps=eps), full_matrices=False)
     own_error = x.shape[-1] * torch.finfo(torch.float64).eps
