@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help train results test test-slow test-gpu lint format bench numerics planning setup clean
+.PHONY: help train results test test-slow test-gpu lint format bench goals numerics planning setup clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -31,6 +31,9 @@ format: $(READY) ## let ruff rewrite what it can
 
 bench: $(READY)  ## step time beside torch.optim.Muon and fused AdamW
 	$(BIN)/python -m benchmarks.bench_step $(ARGS)
+
+goals: $(READY)  ## on a GPU: every goal of speed and accuracy, measured and judged (half an hour)
+	$(BIN)/python -m benchmarks.goals runs/goals $(ARGS)
 
 numerics: $(READY) ## distance to the exact polar factor, written to docs/numerics.md
 	$(BIN)/python -m benchmarks.numerics $(ARGS)

@@ -59,11 +59,18 @@ def top_sigma(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(wide @ v))
 
 
+def gram_from_standard(x: Tensor, given: dict[str, Any], dtype: str) -> float:
+    """How far apart the two forms come out."""
+    gram, standard = (orthogonalize(x, **given, dtype=dtype, form=form) for form in ("gram", "standard"))
+    return distance(gram, standard.double())
+
+
 def in_words(row: dict[str, Any]) -> str:
     verdict = {None: "", True: "ok", False: "OVER"}[row["bound holds"]]
     return (
         f"{row['shape']:10s} {row['input']:14s} {row['set']:16s} default {row['default']:.4f} fp32 {row['fp32']:.4f} "
-        f"bf16 {row['bf16']:.4f} sigma {row['sigma']:.3f} gram {row['gram - standard (fp32)']:.1e} {verdict}"
+        f"bf16 {row['bf16']:.4f} sigma {row['sigma']:.3f} gram {row['gram - standard (fp32)']:.1e}, "
+        f"fp16 {row['gram - standard (fp16)']:.1e} {verdict}"
     )
 
 
@@ -83,7 +90,7 @@ def main() -> None:
                 given = {"coefficients": coefficients, "steps": steps}
                 found = orthogonalize(x, **given)
                 wide = orthogonalize(x, **given, dtype="float32")
-                gram, standard = (orthogonalize(x, **given, dtype="float32", form=f) for f in ("gram", "standard"))
+                apart = {dtype: gram_from_standard(x, given, dtype) for dtype in ("float32", "float16")}
                 bf16 = orthogonalize(x, **given, dtype="bfloat16")
                 row = {
                     "shape": f"{m}x{n}",
@@ -93,7 +100,8 @@ def main() -> None:
                     "fp32": distance(wide, exact),
                     "bf16": distance(bf16, exact),
                     "sigma": max(top_sigma(found), top_sigma(bf16)),
-                    "gram - standard (fp32)": distance(gram, standard.double()),
+                    "gram - standard (fp32)": apart["float32"],
+                    "gram - standard (fp16)": apart["float16"],
                     "bound holds": None,
                 }
                 if asked and name != "rank 1":

@@ -1,18 +1,20 @@
 """X·Xᵀ by `symmetric_matmul` beside cuBLAS, for one matrix of many sizes and for stacks; time of the device alone.
 
-python -m benchmarks.bench_products [--repeats 5]
+python -m benchmarks.bench_products [--repeats 5] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 
-from meshmuon.bench.measure import milliseconds
+from meshmuon.bench.measure import circumstances, milliseconds
 from meshmuon.kernels.symmetric_matmul import symmetric_matmul
 
 SIDES = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
@@ -45,13 +47,18 @@ def _captured(way: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
     for shape in [*((1, side, side) for side in SIDES), *STACKS]:
-        ours, theirs = compare(shape, repeats)
+        name = "x".join(map(str, shape))
+        ours, theirs = compare(shape, arguments.repeats)
+        results[name] = {"ms": ours, "cuBLAS ms": theirs}
         rate = shape[0] * shape[1] ** 2 * shape[2] / ours / 1e9
-        print(
-            f"{'x'.join(map(str, shape)):14s} {ours:8.3f} ms, {rate:4.0f} useful TFLOP/s, {theirs / ours:.2f} x cuBLAS"
-        )
+        print(f"{name:14s} {ours:8.3f} ms, {rate:4.0f} useful TFLOP/s, {theirs / ours:.2f} x cuBLAS", flush=True)
+    if arguments.json:
+        record = {**circumstances("cuda"), "results": results}
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
