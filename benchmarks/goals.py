@@ -184,7 +184,7 @@ def judge(folder: Path, part: Part) -> list[tuple[Goal, float | None]]:
     """What was found of each goal; None: nothing."""
     try:
         record = read(folder / part.record)
-    except (OSError, ValueError, ElementTree.ParseError):
+    except (OSError, ValueError, LookupError, ElementTree.ParseError):
         return [(goal, None) for goal in part.goals]
     return [(goal, _found(goal, record)) for goal in part.goals]
 

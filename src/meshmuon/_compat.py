@@ -70,37 +70,64 @@ def run_eagerly(method: Callable[..., _Result]) -> Callable[..., _Result]:
     return run
 
 
+# What may round a product, or its sum, to fewer bits than its dtype has, and what keeps it from doing so.
+_BACKENDS: Any = torch.backends
+_ROUNDING = (
+    (_BACKENDS.cuda.matmul, "fp32_precision", "ieee"),  # TF32
+    (_BACKENDS.mkldnn.matmul, "fp32_precision", "ieee"),  # bf16 or TF32, on CPUs that have it
+    (_BACKENDS.cuda.matmul, "allow_fp16_accumulation", False),
+)
+
+
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Keep autocast out: it would round products to 16 bits behind our back."""
+def plain_arithmetic() -> Iterator[None]:
+    """Keep out what would round products behind our back: autocast, and settings such as TF32.
+
+    They are meant for a model's products. Newton-Schulz amplifies what they take: in TF32 the Gram form ends up to 0.9
+    from where it should (relative, on power laws), and bits would depend on settings.
+    """
     with ExitStack() as stack:
         for device_type in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
+        for place, name, plain in _ROUNDING:
+            if (theirs := getattr(place, name)) not in (plain, "none"):
+                setattr(place, name, plain)
+                stack.callback(_put_back, place, name, theirs)
         yield
 
 
+def _put_back(place: Any, name: str, theirs: Any) -> None:
+    """Put a setting back; one that was inherited from `torch.backends.fp32_precision` is inherited again."""
+    if isinstance(theirs, str):
+        setattr(place, name, "none")
+    if getattr(place, name) != theirs:
+        setattr(place, name, theirs)
+
+
 @contextmanager
-def calling_groups(name: str) -> Iterator[None]:
-    """Give process groups that are made without the whole job a name, the same on every member.
+def groups_of_members(name: str) -> Iterator[None]:
+    """Let process groups be made by their members alone, without the rest of the job.
 
     torch would name one by its ranks and by how many groups this process is in. Where members are in different numbers
     of groups (node leaders, embeddings shared by pipeline stages), each would wait for the others under another name:
     https://github.com/pytorch/pytorch/issues/190396. Its later versions count otherwise.
 
+    In a job that is bound to devices (`init_process_group(device_id=)`) torch would split the job's communicator, which
+    takes all of its ranks: members would wait for those that are not.
+
     Args:
-        name: What groups are called that are made meanwhile.
+        name: What groups are called that are made meanwhile, the same on every member.
 
     Yields:
         While they are.
     """
-    module: Any = distributed_c10d
-    theirs = module._hash_ranks_to_str
-    module._hash_ranks_to_str = lambda *_, **__: name
-    try:
+    replaced = {"_hash_ranks_to_str": lambda *_, **__: name, "_get_split_source": lambda *_, **__: None}
+    with ExitStack() as stack:
+        for function, ours in replaced.items():
+            stack.callback(setattr, distributed_c10d, function, getattr(distributed_c10d, function))
+            setattr(distributed_c10d, function, ours)
         yield
-    finally:
-        module._hash_ranks_to_str = theirs
 
 
 def job_timeout() -> timedelta | None:

@@ -26,6 +26,7 @@ from meshmuon.runtime.lookup import parameter_of
 from meshmuon.runtime.sharded import sharded_directions
 from meshmuon.update.momentum import MomentumRule, look_ahead
 from meshmuon.update.scale import scale_factor
+from meshmuon.update.tensors import in_parts
 
 # What is summed up for each parameter.
 _WEIGHT, _MOMENTUM, _UPDATE, _ERROR, _MATRICES = range(5)
@@ -224,7 +225,9 @@ def _computed_here(bucket: Bucket, rank: int) -> list[Matrix]:
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()  # in fp32 1e-25 is nothing and 1e25 inf
+    # In fp32 1e-25 is nothing and 1e25 inf. In parts: torch makes a copy in fp64 first.
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in in_parts(tensor)]
+    return torch.stack(norms).square().sum()
 
 
 def _result(journey: Generator[None, None, Tensor]) -> Tensor:

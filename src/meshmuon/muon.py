@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon._compat import run_eagerly, without_autocast
+from meshmuon._compat import plain_arithmetic, run_eagerly
 from meshmuon.checkpoint import CheckValues, check_state_dict, load_checked
 from meshmuon.checks import check_lr
 from meshmuon.config import (
@@ -194,7 +194,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         ready = self._ready()
-        with ready.peers.together(), without_autocast():
+        with ready.peers.together(), plain_arithmetic():
             ready.peers.meet()  # before the first exchange of a plan: all ranks must have the same
             logits = ready.heads.read(qk_logits)
             verdict = self._agreement.check(
@@ -361,7 +361,7 @@ class Muon(Optimizer):
             `qk_max_logit` of the last step.
         """
         ready = self._ready()
-        with ready.peers.together(), without_autocast():
+        with ready.peers.together(), plain_arithmetic():
             ready.peers.meet()
             if ready.owned is not None:
                 ready.owned.catch_up(ready.contributions.together)

@@ -139,22 +139,31 @@ class Preparation:
             replace_parameter_(param_groups, old, new)
         self._tell_of_thawed(param_groups)
         if self._ready is None or self._state_is_new or not self._snapshot.holds_for(param_groups):
-            recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
-            plan = self._plan(param_groups)
-            if self._execution.cuda_graph:
-                refuse_ungraphable(plan)
-            ready = self._connected(plan, param_groups, state)
-            if ready.owned is None:
-                complete_state_(state, param_groups, on_host=self.on_host)
-            else:
-                ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
-                state.clear()
-                state.update({param: {} for group in param_groups for param in group["params"]})
-            self._ready, self._snapshot = ready, Snapshot.of(param_groups)  # together, once nothing can fail any more
+            # Together, once nothing can fail any more.
+            self._ready, self._snapshot = self._made_anew(param_groups, state), Snapshot.of(param_groups)
             self._state_is_new = False
-        elif self._ready.owned is None and lacks_state(state, param_groups):
+        elif not self._snapshot.has_words_of(param_groups):
+            # No new plan: all ranks would have to make one, and on a GPU those that edited nothing would not know.
+            recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
+            self._snapshot = Snapshot.of(param_groups)
+        if self._ready.owned is None and lacks_state(state, param_groups):
             complete_state_(state, param_groups, on_host=self.on_host)
         return self._ready
+
+    def _made_anew(self, param_groups: Groupings, state: State) -> Ready:
+        """A plan, what carries it out, and state for every parameter."""
+        recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
+        plan = self._plan(param_groups)
+        if self._execution.cuda_graph:
+            refuse_ungraphable(plan)
+        ready = self._connected(plan, param_groups, state)
+        if ready.owned is None:
+            complete_state_(state, param_groups, on_host=self.on_host)
+        else:
+            ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
+            state.clear()
+            state.update({param: {} for group in param_groups for param in group["params"]})
+        return ready
 
     def _tell_of_thawed(self, param_groups: Groupings) -> None:
         """Warn of parameters that were frozen when they were routed, and that this optimizer does not train."""

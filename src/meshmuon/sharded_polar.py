@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshmuon._compat import without_autocast
+from meshmuon._compat import plain_arithmetic
 from meshmuon.config import DTypeChoice, Execution, Form, Orthogonalizer
 from meshmuon.errors import message
 from meshmuon.exchange.exchange import Exchange
@@ -27,7 +27,7 @@ from meshmuon.update.tensors import MatrixTensors
 _EPS = 1e-7
 
 
-@without_autocast()
+@plain_arithmetic()
 def orthogonalize(
     x: Tensor,
     *,

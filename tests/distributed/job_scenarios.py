@@ -38,7 +38,7 @@ def groups_of_unlike_ranks(named_by_torch=False):
     if rank == 2:
         return None
     made = groups.Groups()
-    with mock.patch.object(groups, "calling_groups", nullcontext) if named_by_torch else nullcontext():
+    with mock.patch.object(groups, "groups_of_members", nullcontext) if named_by_torch else nullcontext():
         made.ensure({(0, 1)})
     total = torch.tensor([rank + 1])
     dist.all_reduce(total, group=made[0, 1])

@@ -51,6 +51,23 @@ def test_orthogonalize_is_close_to_the_fp64_iteration(shape, form, dtype):
         assert torch.linalg.matrix_norm(got[i].double(), 2) <= 1.35
 
 
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_tf32_is_kept_out_of_fp32(form):
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 512, device="cuda", dtype=torch.float64)).Q for n in (512, 2048))
+    x = ((left * torch.arange(1, 513, device="cuda").double() ** -1.1) @ right.mT).float()  # Gaussians would not tell
+    truth = plain_newton_schulz(x, resolve_schedule("polar_express", 5))
+    exact = orthogonalize(x, form=form, dtype="float32")
+    try:
+        torch.set_float32_matmul_precision("high")
+        gram = x.double() @ x.double().mT
+        assert ((x @ x.mT) - gram).norm() / gram.norm() > 1e-5, "it is on"
+        found = orthogonalize(x, form=form, dtype="float32")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(found, exact) and (found - truth).norm() / truth.norm() < 5e-3
+
+
 def test_five_steps_match_the_reference():
     model = small_model()
     opt = Muon(model, lr=0.02)

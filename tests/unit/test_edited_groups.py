@@ -37,6 +37,8 @@ EDITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ns_coefficients": ({"ns_coefficients": "keller"}, {"ns_coefficients": "keller"}),
     "view": ({"view": {"split_rows": (8, 4)}}, {"overrides": {"w": View(split_rows=(8, 4))}}),
     "state_dtype": ({"state_dtype": "float64"}, {"state_dtype": "float64"}),
+    "adjust_lr_fn": ({"adjust_lr_fn": "original"}, {"adjust_lr_fn": "original"}),
+    "weight_decay_mode": ({"weight_decay_mode": "cautious"}, {"weight_decay_mode": "cautious"}),
     "momentum, read at each step": ({"momentum": 0.5}, {"momentum": 0.5}),
 }
 
@@ -47,6 +49,20 @@ def test_an_edited_value_is_not_noticed(kind: str) -> None:
     check_trains_as_if_built_with(edit, arguments)
     with pytest.raises(AssertionError):  # the sabotage: without the edit it differs
         check_trains_as_if_built_with({}, arguments)
+
+
+@pytest.mark.parametrize(("key", "word"), [("adjust_lr_fn", "original"), ("weight_decay_mode", "l2")])
+def test_an_edited_word_makes_a_new_plan_that_other_ranks_do_not_have(key: str, word: str) -> None:
+    """On a GPU a rank that alone makes a new plan is not followed: all would wait for each other."""
+    p, opt = trained()
+    before, weights = opt.plan, p.detach().clone()
+    opt.param_groups[0][key] = "no such word"
+    with pytest.raises(ValueError, match="no such word"):
+        step(opt, [p], [randn(12, 6)])
+    assert torch.equal(p, weights), "refused before anything has changed"
+    opt.param_groups[0][key] = word
+    step(opt, [p], [randn(12, 6)])
+    assert opt.plan is before and not torch.equal(p, weights)
 
 
 @pytest.mark.parametrize(("key", "value"), [("eps", 1e-3), ("route", "owner"), ("mode", "blockwise")])

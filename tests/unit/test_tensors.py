@@ -1,11 +1,16 @@
 """Writing into views of the buffers that a step works in: turned in blocks where that pays, in any case the same."""
 
+from unittest import mock
+
 import pytest
 import torch
 from tests.distributed.memory import LiveBytes
 from tests.threads import using
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon, View
+from meshmuon.runtime.checksums import _bits
+from meshmuon.update import tensors
 from meshmuon.update.tensors import crosswise, fill_
 
 
@@ -73,3 +78,33 @@ def test_a_step_stays_within_the_planned_memory(shape, view, dtype, mode):
             optimizer.step()
     (bucket,) = optimizer.plan.buckets
     assert 0 < counter.peak <= 1.05 * bucket.bytes
+
+
+class Summed(TorchDispatchMode):
+    """Remembers how much was summed up at a time, of what is summed up in 64 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        wide = (kwargs or {}).get("dtype") in (torch.float64, torch.int64)
+        if wide and function.overloadpacket in (torch.ops.aten.sum, torch.ops.aten.linalg_vector_norm):
+            self.sizes.append(args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_large_tensor_is_copied_in_64_bits_to_be_summed_up():
+    param = numbers(40, 30).requires_grad_()
+    param.grad = numbers(40, 30)
+    opt = Muon([param])
+    opt.step()
+    with Summed() as whole:
+        expected = opt.metrics()
+        bits = _bits(param)
+    with mock.patch.object(tensors, "_PART", 500), Summed() as cut:
+        found = opt.metrics()
+        assert _bits(param) == bits
+    assert max(whole.sizes) == 1200 and max(cut.sizes) == 500
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert _bits(torch.empty(0)) == 0 and _bits(param.detach() + 1) != bits

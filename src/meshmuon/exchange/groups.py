@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshmuon._compat import calling_groups, job_timeout, let_threads_finish_at_exit
+from meshmuon._compat import groups_of_members, job_timeout, let_threads_finish_at_exit
 
 Ranks = tuple[int, ...]
 _WRITING_TAKES = timedelta(minutes=30)  # at most, while others wait for the slowest disk
@@ -37,7 +37,7 @@ def _made_once(purpose: str, ranks: Ranks, **options: Any) -> Any:
     job, group = _MADE.get((purpose, ranks), (None, None))
     if job is not _job():
         name = hashlib.sha1(f"meshmuon {purpose} {ranks}".encode(), usedforsecurity=False).hexdigest()
-        with calling_groups(name):
+        with groups_of_members(name):
             group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
         _MADE[purpose, ranks] = (_job(), group)
     return group

@@ -12,6 +12,7 @@ from meshmuon.layout.mesh import local
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.bucket import Plan
 from meshmuon.runtime.lookup import parameter_of
+from meshmuon.update.tensors import in_parts
 
 _PRIME = 2**31 - 1
 
@@ -44,4 +45,5 @@ def _is_replica(param: Tensor, record: ParameterRecord) -> bool:
 
 def _bits(tensor: Tensor) -> int:
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(-1).view(words).sum(dtype=torch.int64))
+    sums = [part.sum(dtype=torch.int64) for part in in_parts(tensor.detach().contiguous().view(words))]
+    return int(torch.stack(sums).sum())

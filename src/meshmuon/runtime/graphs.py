@@ -142,7 +142,9 @@ def _recorded(launch: Callable[[], None], device: torch.device) -> torch.cuda.CU
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Only this thread's calls are watched: by default what another one asks of CUDA, such as memory for a data
+        # loader to pin, would break the capture, or that thread.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             launch()
     return graph
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from meshmuon.layout.mesh import placements
 
-# What a plan depends on, and words, which are checked when a plan is made. Numbers are read anew at each step.
+# What a plan depends on.
 _PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route", "mode")
+# What is checked when it was edited. Numbers are read, and checked, at each step.
 _WORDS = ("adjust_lr_fn", "weight_decay_mode")
 
 
@@ -49,6 +50,7 @@ class Snapshot:
     """
 
     settings: tuple[tuple[Any, ...], ...]
+    words: tuple[tuple[Any, ...], ...]
     tensors: tuple[tuple[_Seen, ...], ...]
 
     @classmethod
@@ -63,7 +65,7 @@ class Snapshot:
         """
         tensors = tuple(tuple(map(_Seen.of, group["params"])) for group in param_groups)
         # Copied: views are dicts, and a user's edit in place would change what is remembered, too.
-        return cls(copy.deepcopy(_settings(param_groups)), tensors)
+        return cls(copy.deepcopy(_values(param_groups, _PLANNED_KEYS)), _values(param_groups, _WORDS), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether the plan is still the right one.
@@ -74,11 +76,22 @@ class Snapshot:
         Returns:
             False if a tensor was replaced, moved or cast, or a setting the plan depends on was changed.
         """
-        return _settings(param_groups) == self.settings and all(
+        return _values(param_groups, _PLANNED_KEYS) == self.settings and all(
             len(seen) == len(group["params"]) and all(map(_Seen.is_same, seen, group["params"]))
             for seen, group in zip(self.tensors, param_groups, strict=True)
         )
 
+    def has_words_of(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether no word was edited that steps read, and plans do not depend on.
 
-def _settings(param_groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(group.get(key) for key in (*_PLANNED_KEYS, *_WORDS)) for group in param_groups)
+        Args:
+            param_groups: The optimizer's groups as they are now.
+
+        Returns:
+            Whether.
+        """
+        return _values(param_groups, _WORDS) == self.words
+
+
+def _values(param_groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(group.get(key) for key in keys) for group in param_groups)

@@ -133,3 +133,18 @@ def at_least_fp32(lr: float | Tensor) -> float | Tensor:
         The same, or a tensor in fp32.
     """
     return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.dtype.itemsize < 4 else lr
+
+
+_PART = 2**24
+
+
+def in_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Cut a tensor into parts for sums in a wider dtype: torch makes a copy in that dtype of whatever it sums up.
+
+    Args:
+        tensor: Of any shape.
+
+    Returns:
+        1-D parts of bounded size, at least one; views where that is possible.
+    """
+    return tensor.reshape(-1).split(_PART)

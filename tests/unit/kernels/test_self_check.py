@@ -157,3 +157,58 @@ def test_what_is_checked_follows_from_the_recipe():
     assert checked_for(1024, clusters=False) == [None, self_check.FEW], "no program"
     assert checked_for(1024, steps=14, architecture="hopper") == [], "a GPU that is elsewhere"
     assert checked_for(1024, form="svd") == [None], "no products at all"
+
+
+# What a kernel can do wrong, given its own product, D as it should be, and what went in.
+MISTAKES = {
+    "nothing": lambda wide, x, terms: with_terms(wide, **terms),
+    "no C": lambda wide, x, terms: with_terms(wide, **{**terms, "beta": 0.0}),
+    "alpha is one": lambda wide, x, terms: with_terms(wide, **{**terms, "alpha": 1.0}),
+    "no identity": lambda wide, x, terms: with_terms(wide, **{**terms, "gamma": 0.0}),
+    "the end of k is left out": lambda wide, x, terms: with_terms(gram_of(x[..., :-16]), **terms),
+    "one step of k": lambda wide, x, terms: with_terms(gram_of(x[..., :64]), **terms),
+    "one tile is another": lambda wide, x, terms: with_tile_moved(with_terms(wide, **terms)),
+    "tiles off the diagonal are zero": lambda wide, x, terms: with_tiles_on_diagonal(with_terms(wide, **terms)),
+}
+
+
+def gram_of(x):
+    return torch.bmm(x.double(), x.double().mT)
+
+
+def with_terms(product, *, alpha=1.0, beta=0.0, c=None, gamma=0.0):
+    added = 0.0 if c is None else beta * c.double()
+    return alpha * product + added + gamma * torch.eye(product.shape[-1], dtype=torch.float64)
+
+
+def with_tile_moved(d):
+    d[:, 64:128, :64] = d[:, 128:192, :64].clone() if d.shape[-1] > 256 else 0.0
+    return d
+
+
+def with_tiles_on_diagonal(d):
+    tile = torch.arange(d.shape[-1]) // 64
+    return d * (tile[:, None] == tile)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_of_a_product_is_larger_than_rounding(mistake, dtype):
+    def multiply(x, **terms):
+        return MISTAKES[mistake](gram_of(x), x, terms).to(x.dtype)
+
+    possible = mock.patch.object(self_check, "why_impossible", return_value="")
+    as_on_a_gpu = mock.patch.object(self_check, "SMALL_STACK", (2, *self_check.STACK[1:]))
+    with possible, as_on_a_gpu, mock.patch.object(self_check, "symmetric_matmul", multiply):
+        for name in (self_check.FEW, "symmetric_matmul (quadratic)"):
+            if mistake == "nothing":
+                assert self_check.check_kernel(name, CPU, dtype) < 0.1
+            else:
+                with pytest.raises(RuntimeError, match="off by"):
+                    self_check.check_kernel(name, CPU, dtype)
+
+
+def test_a_check_under_autocast_is_one_without():
+    possible = mock.patch.object(self_check, "why_impossible", return_value="")
+    with possible, mock.patch.object(self_check, "FEW_TILES", (144,)), torch.autocast("cpu", torch.bfloat16):
+        assert self_check.check_kernel(self_check.FEW, CPU, torch.float16) < 1.0
