@@ -70,6 +70,21 @@ def run_eagerly(method: Callable[..., _Result]) -> Callable[..., _Result]:
     return run
 
 
+class ToldToScalers:
+    """A class attribute that is True for all but Lightning.
+
+    torch.amp.GradScaler reads `_step_supports_amp_scaling`: it then hands over `found_inf` and `grad_scale` instead of
+    deciding on the host, and copes with gradients that were unscaled before, to be clipped. Lightning takes it to mean
+    that they cannot be, and refuses to clip in any mixed precision, with a scaler or without. Told otherwise, it has
+    GradScaler unscale them first.
+    """
+
+    def __get__(self, instance: object, owner: type) -> bool:
+        """Answer by who asks. Not a property: who sets the attribute on an optimizer has the last word."""
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        return not str(asker).startswith(("lightning.", "lightning_fabric.", "pytorch_lightning."))
+
+
 # What may round a product, or its sum, to fewer bits than its dtype has, and what keeps it from doing so.
 _BACKENDS: Any = torch.backends
 _ROUNDING = (

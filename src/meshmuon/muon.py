@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshmuon._compat import plain_arithmetic, run_eagerly
+from meshmuon._compat import ToldToScalers, plain_arithmetic, run_eagerly
 from meshmuon.checkpoint import CheckValues, check_state_dict, load_checked
 from meshmuon.checks import check_lr
 from meshmuon.config import (
@@ -116,8 +116,7 @@ class Muon(Optimizer):
         **unknown: Anything else is refused, with a suggestion.
     """
 
-    # Read by torch.amp.GradScaler: it then hands over `found_inf` and `grad_scale` instead of deciding on the host.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = ToldToScalers()
     _last_unscale: Tensor | None
 
     def __init__(

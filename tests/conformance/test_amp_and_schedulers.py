@@ -300,3 +300,17 @@ def test_tensor_lr_is_read_at_each_step() -> None:
         opt.step()
         oracle.step(lr=0.01 * (step + 1))
     assert_same(snapshot(net, opt), oracle.snapshot())
+
+
+def test_lightning_is_told_that_gradients_may_be_clipped():
+    """Lightning refuses to clip in mixed precision if this is true; torch's GradScaler needs it."""
+    asked = "found = getattr(optimizer, '_step_supports_amp_scaling', False)"
+    optimizer = Muon([torch.ones(4, 4).requires_grad_()])
+    answers = {}
+    for name in ("torch.amp.grad_scaler", "lightning.pytorch.plugins.precision.amp", "pytorch_lightning.x", "mine"):
+        scope = {"__name__": name, "optimizer": optimizer}
+        exec(asked, scope)
+        answers[name] = scope["found"]
+    assert list(answers.values()) == [True, False, False, True]
+    optimizer._step_supports_amp_scaling = False  # who sets it has the last word
+    assert not optimizer._step_supports_amp_scaling

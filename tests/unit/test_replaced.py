@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -232,4 +233,41 @@ def test_a_parameter_twice_in_edited_groups_is_refused() -> None:
     opt = Muon(model)
     opt.param_groups[0]["params"][1] = model.a.weight
     with pytest.raises(ValueError, match=r"\['params'\]\[1\]: the same parameter as"):
+        opt.step()
+
+
+def grow(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(16, 30)
+
+
+def resize(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(torch.randn(30, 16))
+    model[2].bias = nn.Parameter(torch.zeros(30))
+
+
+@pytest.mark.parametrize("change", [grow, resize])
+def test_a_layer_that_took_another_s_place_is_not_trained_and_nobody_says_so(change: Callable[..., None]) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    opt = Muon(model)
+    x = torch.ones(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    change(model)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="no longer in the model") as said:
+        opt.step()
+    assert len(said) == 1 and str(said[0].message).startswith("parameter '2.weight', '2.bias': no longer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        opt.step()
+
+
+def test_a_model_that_is_gone_has_left_nothing() -> None:
+    opt = Muon(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "muon" in str(opt)
         opt.step()

@@ -253,7 +253,8 @@ def _algorithm(group: Mapping[str, Any], params: Sequence[Any], *, where: str) -
     odd = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, Tensor) or tensor.ndim != 2]
     if odd:
         found = f"no algorithm, and parameters that are not 2-D (positions {some(map(str, odd))})"
-        raise ValueError(message(where, found=found, do='Add algorithm="muon" or algorithm="adamw" to the group'))
+        do = 'Add algorithm="muon" or algorithm="adamw" to the group, or pass the model: Muon(model) makes the groups'
+        raise ValueError(message(where, found=found, do=do))
     return "muon"
 
 

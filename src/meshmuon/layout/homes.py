@@ -34,18 +34,23 @@ class Homes:
     def __init__(self, model: Any = None) -> None:
         self._homes: dict[Tensor, list[_Home]] = {}
         self._frozen: dict[str, _Home] = {}
+        self._astray: list[Tensor] = []  # not in their homes, and not followed
+        self._left: set[str] = set()  # that the user was told of
         if not isinstance(model, nn.Module):
             return
+        self._model = weakref.ref(model)
         names = dict(
             zip(model.parameters(), normalise_names(name for name, _ in model.named_parameters()), strict=True)
         )
         for module in model.modules():
             for leaf, tensor in module._parameters.items():
-                home = _Home(weakref.ref(module), leaf)
-                if tensor is not None and tensor.requires_grad:
+                if tensor is None:
+                    continue
+                home = _Home(weakref.ref(module), leaf, names[tensor])
+                if tensor.requires_grad:
                     self._homes.setdefault(tensor, []).append(home)
-                elif tensor is not None:
-                    self._frozen.setdefault(names[tensor], home)
+                else:
+                    self._frozen.setdefault(home.name, home)
 
     def follow(self) -> Iterator[Moved]:
         """Find parameters that were replaced by a version of themselves: on more mesh axes, or plain and in use.
@@ -56,9 +61,13 @@ class Homes:
         Yields:
             Old and new; the new one is followed from now on.
         """
+        self._astray.clear()
         for old, homes in list(self._homes.items()):
             new = homes[0].tensor
-            if new is old or new is None or new.shape != old.shape or new in self._homes:
+            if new is old:
+                continue
+            if new is None or new.shape != old.shape or new in self._homes:
+                self._astray.append(old)
                 continue
             in_use = _is_in_use(new, old)
             if not in_use and _mesh_axes(new) <= _mesh_axes(old):
@@ -67,6 +76,18 @@ class Homes:
                 continue
             self._homes[new] = self._homes.pop(old)
             yield Moved(old, new, keeps_state=in_use and not old.is_meta)
+
+    def left(self) -> list[str]:
+        """Give the names of parameters that the model no longer has, as `follow` has found them; each once.
+
+        Their modules are gone, or hold a trained parameter of another shape: a layer was replaced or resized.
+        """
+        if not self._astray or self._model() is None:  # a model that is gone as a whole needs no optimizer
+            return []
+        homes = [self._homes[old] for old in self._astray if all(home.is_left_by(old) for home in self._homes[old])]
+        found = [first.name for first, *_ in homes if first.name not in self._left]
+        self._left.update(found)
+        return found
 
     def thawed(self) -> dict[str, Tensor]:
         """Give parameters that were frozen when the optimizer was made and have a gradient now; each once."""
@@ -83,12 +104,20 @@ class Homes:
 class _Home(NamedTuple):
     module: weakref.ref[nn.Module]
     leaf: str
+    name: str
 
     @property
     def tensor(self) -> Tensor | None:
         """What lies there now."""
         module = self.module()
         return None if module is None else module._parameters.get(self.leaf)
+
+    def is_left_by(self, old: Tensor) -> bool:
+        """Whether a parameter that gets no gradient any more has no successor here."""
+        new = self.tensor
+        gone = self.module() is None
+        resized = new is not None and new.shape != old.shape and new.grad is not None
+        return old.grad is None and (gone or resized)
 
 
 def _is_in_use(new: Tensor, old: Tensor) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshmuon.config import Execution
-from meshmuon.errors import message
+from meshmuon.errors import message, some
 from meshmuon.layout.matrices import copies_of, matrices_of
 from meshmuon.layout.records import Matrix, ParameterRecord, Share
 from meshmuon.plan.assign import assign_owners
@@ -58,8 +58,10 @@ def build_plan(
     """
     muon = [parameter for parameter in parameters if parameter.routing.algorithm == "muon"]
     if not muon and not execution.allow_no_muon:
-        found = f"none of {len(parameters)} parameters takes Muon"
-        do = "Look at the reasons with allow_no_muon=True and print(opt), or change them with overrides="
+        reasons = Counter(parameter.routing.reason for parameter in parameters)
+        why = some(f"{count} x {reason}" for reason, count in reasons.most_common())
+        found = f"none of {len(parameters)} parameters takes Muon ({why})"
+        do = "Change that with overrides=, or train with AdamW alone: allow_no_muon=True"
         raise ValueError(message("params", found=found, do=do))
     elementwise = tuple(parameter for parameter in parameters if parameter.routing.algorithm == "adamw")
     every = [_Found.of(parameter, rank=rank) for parameter in muon]

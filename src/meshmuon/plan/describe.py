@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,10 @@ def describe_plan(plan: Plan) -> str:
         A table of routes with reasons, and the costs of a step, as plain text.
     """
     total = sum(parameter.numel for parameter in plan.parameters)
-    rows = [_cells(row, total) for row in rows_of(plan.parameters)]
-    lines = [*_table(rows), "", *_summary(plan, total)]
+    rows = rows_of(plan.parameters)
+    shown = _shortened([row.name for row in rows])
+    table = _table([_cells(row, name, total) for row, name in zip(rows, shown, strict=True)])
+    lines = [*table, "", *_summary(plan, total)]
     return "\n".join(lines)
 
 
@@ -109,11 +112,16 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _cells(row: Row, total: int) -> tuple[str, ...]:
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Leave out the middle of long names, unless two of them would look the same."""
+    half = _LONGEST_NAME // 2
+    short = [name if len(name) <= _LONGEST_NAME else f"{name[: half - 1]}...{name[2 - half :]}" for name in names]
+    seen = Counter(dict(zip(names, short, strict=True)).values())
+    return [name if seen[shown] > 1 else shown for name, shown in zip(names, short, strict=True)]
+
+
+def _cells(row: Row, name: str, total: int) -> tuple[str, ...]:
     first = row.parameters[0]
-    name = row.name
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[: _LONGEST_NAME // 2 - 1]}...{name[-_LONGEST_NAME // 2 + 2 :]}"
     return (
         first.routing.algorithm,
         str(len(row.parameters)),

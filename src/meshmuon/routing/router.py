@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +17,20 @@ from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.names import check_names, normalise_names
 from meshmuon.layout.records import Routing
 from meshmuon.layout.tensors import check_parameter
+from meshmuon.routing.candidates import Candidate
+from meshmuon.routing.heads import ends_of_heads, followed_layers, heads_of
 from meshmuon.routing.overrides import Choice, Choices, Overrides
-from meshmuon.routing.rules import RULES, Candidate, followed_layers, head_by_size
+from meshmuon.routing.rules import RULES, is_uncut_stack
 
 _TWO_WAYS_OUT = (
     'Say how it is a stack of matrices, overrides={"NAME": View(experts=True)} or View(flatten=True), '
     'or send it to AdamW, overrides={"NAME": "adamw"}'
 )
+_EXPERTS_WAYS_OUT = (
+    'If these are experts, one below the other, say so: overrides={"NAME": View(split_rows=(rows of one,) * experts)}; '
+    'if it is one matrix: overrides={"NAME": "muon"}'
+)
+_WITH_THE_MODEL = "Pass the model: Muon(model) knows convolutions. Or by name: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +69,32 @@ def route_model(
                 holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, owner))
     raw = [(name, tensor) for name, tensor in model.named_parameters()]
     names = normalise_names(name for name, _ in raw)
-    head, followed = head_by_size(model), followed_layers(model)
+    heads, followed, adapters = heads_of(model), followed_layers(model), _adapters_in(modules)
+    ends = ends_of_heads(model.named_parameters(remove_duplicate=False))
     candidates = [
         Candidate(
             name=name,
             tensor=tensor,
             modules=tuple(module for _, module in holders.get(tensor, ())),
             all_names=tuple(normalise_names(path for path, _ in holders.get(tensor, ()))),
-            is_head_by_size=tensor is head,
+            head=heads.get(tensor, ""),
+            ends_a_head=tensor in ends,
             is_followed=tensor in followed,
+            is_adapter=f"{raw_name}.".startswith(adapters),
             expert_keys=tuple(expert_keys),
         )
-        for name, (_, tensor) in zip(names, raw, strict=True)
+        for name, (raw_name, tensor) in zip(names, raw, strict=True)
     ]
     return _route(candidates, overrides)
+
+
+def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """How the names begin of what peft's layers say they have added."""
+    found = []
+    for prefix, module in modules.items():
+        added = getattr(module, "adapter_layer_names", ())
+        found += [f"{prefix}.{name}.".removeprefix(".") for name in added if isinstance(name, str)]
+    return tuple(found)
 
 
 def route_names(
@@ -100,18 +120,20 @@ def route_names(
     listed = list(pairs)
     check_names((name for name, _ in listed), where="params")
     names = normalise_names(name for name, _ in listed)
-    candidates = [
-        Candidate(name=name, tensor=tensor, expert_keys=tuple(expert_keys))
-        for name, (_, tensor) in zip(names, listed, strict=True)
-    ]
+    pairs = [(name, tensor) for name, (_, tensor) in zip(names, listed, strict=True)]
     seen: dict[Tensor, str] = {}
-    for candidate in candidates:
-        check_parameter(candidate.name, candidate.tensor)
-        first = seen.setdefault(candidate.tensor, candidate.name)
-        if first != candidate.name:
+    for name, tensor in pairs:
+        check_parameter(name, tensor)
+        first = seen.setdefault(tensor, name)
+        if first != name:
             found = f"the same tensor as {first!r}"
             do = "Give each tensor once; Muon(model) understands tied parameters"
-            raise ValueError(message(f"parameter {candidate.name!r}", found=found, do=do))
+            raise ValueError(message(f"parameter {name!r}", found=found, do=do))
+    ends = ends_of_heads(pairs)
+    candidates = [
+        Candidate(name=name, tensor=tensor, ends_a_head=tensor in ends, expert_keys=tuple(expert_keys))
+        for name, tensor in pairs
+    ]
     return _route(candidates, overrides)
 
 
@@ -228,13 +250,19 @@ def groups_of(routed: Sequence[RoutedTensor]) -> list[dict[str, Any]]:
 
 def _route(candidates: Sequence[Candidate], overrides: Overrides) -> list[RoutedTensor]:
     chosen = Choices(overrides)
-    routed = []
+    routed, unknown = [], []
     for candidate in candidates:
         choice = chosen.choice(candidate.name, candidate.tensor)
         if not candidate.tensor.requires_grad:
             continue
         check_parameter(candidate.name, candidate.tensor)
-        routed.append(RoutedTensor(candidate.tensor, _decide(candidate, choice)))
+        routing = _decide(candidate, choice)
+        if routing is None:
+            unknown.append(candidate)
+        else:
+            routed.append(RoutedTensor(candidate.tensor, routing))
+    if unknown:
+        raise ValueError(_asked_for(unknown))
     chosen.check_all_matched([candidate.name for candidate in candidates])
     return routed
 
@@ -243,20 +271,28 @@ def _proposed(candidate: Candidate) -> Routing | None:
     return next((routing for rule in RULES if (routing := rule(candidate)) is not None), None)
 
 
-def _decide(candidate: Candidate, choice: Choice | None) -> Routing:
-    """One parameter's route. Whether its view fits is asked when the groups are made, of its global shape."""
+def _decide(candidate: Candidate, choice: Choice | None) -> Routing | None:
+    """One parameter's route, if it can be known. Whether its view fits is asked later, of its global shape."""
     if isinstance(choice, MatrixView):
         return Routing(candidate.name, "muon", "override: a view", choice)
-    if choice == "adamw":
-        return replace(
-            _proposed(candidate) or Routing(candidate.name, "adamw", ""), algorithm="adamw", reason="override"
-        )
     proposed = _proposed(candidate)
+    if choice == "adamw":
+        return replace(proposed or Routing(candidate.name, "adamw", ""), algorithm="adamw", reason="override")
     if choice == "muon":
         view = proposed.view if proposed is not None else MatrixView()
         return Routing(candidate.name, "muon", "override", view)
-    if proposed is None:
-        found = f"{candidate.tensor.ndim}-D of shape {tuple(candidate.tensor.shape)}"
-        do = _TWO_WAYS_OUT.replace("NAME", candidate.name)
-        raise ValueError(message(f"parameter {candidate.name!r}", found=found, do=do))
     return proposed
+
+
+def _asked_for(unknown: Sequence[Candidate]) -> str:
+    """Ask what to do about parameters that no rule is for: about all of them, so that one answer is enough."""
+    first = unknown[0]
+    patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", candidate.name): None for candidate in unknown}
+    pattern, *others = patterns if len(unknown) > 1 else {first.name: None}
+    found = f"{first.tensor.ndim}-D of shape {tuple(first.tensor.shape)}"
+    do = (_EXPERTS_WAYS_OUT if is_uncut_stack(first) else _TWO_WAYS_OUT).replace("NAME", pattern)
+    if others:
+        do += f". Likewise {some(map(repr, others), limit=20)}"
+    if not first.modules and first.tensor.ndim > 2:
+        do = _WITH_THE_MODEL + do
+    return message(f"parameter {first.name!r}", found=found, do=do)

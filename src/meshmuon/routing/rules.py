@@ -2,106 +2,46 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
 from meshmuon.errors import message, some
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.records import Routing
 from meshmuon.layout.tensors import FLAT_SHARD
+from meshmuon.routing.candidates import Candidate, is_embedding, plain_name
+from meshmuon.routing.heads import is_head_name
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_EMBEDDING_WORDS = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position_emb")
+_EMBEDDING_WORDS = ("embed", "wte", "wpe", "_emb")
 _LAYER_WORDS = ("fc", "mlp", "attn", "attention", "proj", "linear", "dense", "conv", "ffn", "feed_forward", "gate")
-_HEAD_NAMES = (
-    "lm_head",
-    "unembed",
-    "unembedding",
-    "embed_out",
-    "classifier",
-    "to_logits",
-    "logits",
-    "output_layer",
-)
-# Too common inside a model to mean "head" anywhere but at its top.
-_TOP_HEAD_NAMES = ("head", "heads", "output", "fc", "score")
-_TOP_PREFIXES = ("model", "transformer", "backbone", *_TOP_HEAD_NAMES)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _NORM_NAMES = ("LayerNorm", "RMSNorm")  # how those of other libraries end
 _MAGNITUDES = ("weight_g", "original0")  # of torch.nn.utils.weight_norm, the old and the new
-# What stands for the weight of a module under torch.nn.utils: plain, pruned or normalised, the old ways and the new.
-_WEIGHT_LEAVES = ("weight", "weight_v", "weight_orig", "original", "original1")
-_PLAIN_LEAVES = ("kernel", *_WEIGHT_LEAVES[:3])
-_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original\d*$")
+# Words in the names of bare parameters that are no matrices, though they have two dims: numbers used one by one (as
+# Mamba's `A_log`, or `scale_shift_table`), and rows that are looked up or come in beside the input.
+_NUMBERS = {"log", "scale", "scales", "shift", "mean", "std"}
+_ROWS = {
+    "token",
+    "tokens",
+    "latent",
+    "latents",
+    "queries",
+    "pos",
+    "table",
+    "codebook",
+    "codebooks",
+    "prompt",
+    "prompts",
+}
+# Of peft and others: https://github.com/huggingface/peft
 _LORA_WORDS = ("lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding", "lora_magnitude")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What a rule may look at: one trainable parameter and the modules that hold it (several if it is tied)."""
-
-    name: str
-    tensor: Tensor
-    modules: tuple[nn.Module, ...] = ()
-    all_names: tuple[str, ...] = ()
-    is_head_by_size: bool = False
-    is_followed: bool = False
-    expert_keys: tuple[str, ...] = ()
-
-    @property
-    def leaf(self) -> str:
-        """The last part of its name."""
-        return self.name.rsplit(".", 1)[-1].lower()
-
-    @property
-    def path(self) -> _Path:
-        """Its name as the rules read it."""
-        return _Path.of(self.name)
-
-    @property
-    def owner(self) -> str:
-        """What the reason says about where the knowledge comes from."""
-        if not self.modules:
-            return "by name"
-        kind = type(self.modules[0])
-        return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """A name as the rules read it: without parametrizations, the leaf of a plain weight, and the numbers behind it.
-
-    Attributes:
-        words: What stands after the last number: `mlp`, `fc` of `layers.0.mlp.fc.weight`, and of `mlp.fc.2.weight`.
-        in_a_block: Whether there is a number before them.
-    """
-
-    words: tuple[str, ...]
-    in_a_block: bool
-
-    @classmethod
-    def of(cls, name: str) -> _Path:
-        parts = _PARAMETRIZED.sub(r"\1\2", name.lower()).split(".")
-        if len(parts) > 1 and parts[-1] in _PLAIN_LEAVES:
-            parts.pop()
-        while len(parts) > 1 and parts[-1].isdigit():
-            parts.pop()
-        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-        return cls(tuple(parts[numbers[-1] + 1 if numbers else 0 :]), bool(numbers))
-
+_ADAPTER_PARTS = ("lora_e", "hada_w", "lokr_w", "boft_", "vera_lambda", "ia3_l", "oft_r", "hra_u", "trainable_tokens")
 
 Rule: TypeAlias = "Callable[[Candidate], Routing | None]"
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or type(module).__name__.endswith("Embedding")
 
 
 def _flat_shard(c: Candidate) -> Routing | None:
@@ -125,7 +65,7 @@ def _norm(c: Candidate) -> Routing | None:
 
 
 def _embedding(c: Candidate) -> Routing | None:
-    if any(_is_embedding(module) for module in c.modules):
+    if any(is_embedding(module) for module in c.modules):
         others = [name for name in c.all_names if name != c.name]
         tied = f", tied to {some(others, limit=2)}" if others else ""
         return Routing(c.name, "adamw", f"embedding{tied}")
@@ -133,87 +73,33 @@ def _embedding(c: Candidate) -> Routing | None:
     # them, `embedder.0.fc.weight` is a layer of some tower, `embeddings.0.table.weight` is not.
     layer = any(word in part for part in c.path.words for word in _LAYER_WORDS)
     words = (c.leaf,) if c.modules else c.path.words if layer else tuple(c.name.lower().split("."))
-    if any(word in part for part in words for word in _EMBEDDING_WORDS) and not _is_head_name(c.path):
+    is_shared = not c.modules and c.path.words[-1:] == ("shared",) and not c.path.in_a_block  # T5's, BART's
+    if (is_shared or any(word in part for part in words for word in _EMBEDDING_WORDS)) and not is_head_name(c.path):
         return Routing(c.name, "adamw", "embedding, by name")
     return None
-
-
-def _is_head_name(path: _Path) -> bool:
-    *above, last = path.words or ("",)
-    if last in _HEAD_NAMES:
-        return True
-    at_the_top = not path.in_a_block and all(part in _TOP_PREFIXES for part in above)
-    return last in _TOP_HEAD_NAMES and at_the_top
-
-
-def head_by_size(model: nn.Module) -> Tensor | None:
-    """The last nn.Linear, if it alone has the shape of an embedding.
-
-    Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
-    """
-    weights = [(module, _weight_of(module)) for module in model.modules()]
-    shaped = [(module, weight) for module, weight in weights if weight is not None]
-    linears = [weight for module, weight in shaped if isinstance(module, nn.Linear)]
-    vocabularies = {weight.shape for module, weight in shaped if _is_embedding(module)}
-    if not linears or linears[-1].shape not in vocabularies:
-        return None
-    return linears[-1] if sum(weight.shape == linears[-1].shape for weight in linears) == 1 else None
-
-
-def _weight_of(module: nn.Module) -> Tensor | None:
-    """The tensor behind `module.weight`. It is not computed: a parametrization may write buffers and draw numbers."""
-    held = module._parameters
-    parametrized = module._modules.get("parametrizations")
-    if isinstance(parametrized, nn.ModuleDict) and "weight" in parametrized:
-        held = parametrized["weight"]._parameters
-    found = next((tensor for leaf in _WEIGHT_LEAVES if (tensor := held.get(leaf)) is not None), None)
-    return None if found is None or is_lazy(found) else found
-
-
-def followed_layers(model: nn.Module) -> set[Tensor]:
-    """Those that others come after, one by one: of `classifier = Sequential(...)` only the last is a head.
-
-    Layers of a ModuleList follow each other if each takes as many numbers as the one before gives. Several heads don't,
-    or are all of one shape: then it cannot be known, and they are taken for heads.
-    """
-    found: set[Tensor] = set()
-    for stack in model.modules():
-        if not isinstance(stack, (nn.Sequential, nn.ModuleList)):
-            continue
-        layers = [weights for layer in stack if (weights := _matrices_in(layer))]
-        alike = len({tuple(weight.shape for weight in weights) for weights in layers}) == 1
-        if isinstance(stack, nn.ModuleList) and alike:
-            continue
-        for earlier, later in itertools.pairwise(layers):
-            if isinstance(stack, nn.Sequential) or earlier[-1].shape[0] == later[0].shape[1]:
-                found.update(earlier)
-    return found
-
-
-def _matrices_in(module: nn.Module) -> list[Tensor]:
-    weights = map(_weight_of, module.modules())
-    return [weight for weight in weights if weight is not None and weight.ndim == 2]
 
 
 def _head(c: Candidate) -> Routing | None:
     if c.tensor.ndim != 2:
         return None
-    plain = _PARAMETRIZED.sub(r"\1\2", c.name)
-    is_numbered = plain.rpartition(".")[0].rpartition(".")[2].isdigit()  # then the word is the stack's, not its own
-    if _is_head_name(c.path) and not (c.is_followed and is_numbered):
+    is_numbered = plain_name(c.name).rpartition(".")[0].rpartition(".")[2].isdigit()  # then the word is the stack's
+    if c.ends_a_head or (is_head_name(c.path) and not (c.is_followed and is_numbered)):
         return Routing(c.name, "adamw", "output head, by name")
-    if c.is_head_by_size:
-        return Routing(c.name, "adamw", "output head: the last nn.Linear, shaped like the embedding")
-    return None
+    return Routing(c.name, "adamw", f"output head: {c.head}") if c.head else None
 
 
 def _bias(c: Candidate) -> Routing | None:
-    return Routing(c.name, "adamw", "bias, by name", like_a_vector=True) if "bias" in c.leaf else None
+    # Without modules a table of biases (`relative_attention_bias.weight`) can only be told by what it is the weight of.
+    is_table = not c.modules and c.path.words[-1:] != () and c.path.words[-1].endswith("bias")
+    is_bias = is_table or "bias" in c.leaf
+    return Routing(c.name, "adamw", "bias, by name", like_a_vector=True) if is_bias else None
 
 
-def _low_rank_factor(c: Candidate) -> Routing | None:
+def _adapter(c: Candidate) -> Routing | None:
     if any(word in c.name.lower() for word in _LORA_WORDS):
         return Routing(c.name, "adamw", "low-rank factor (LoRA), by name")
+    if c.is_adapter or any(part.startswith(_ADAPTER_PARTS) for part in c.name.lower().split(".")):
+        return Routing(c.name, "adamw", "adapter (peft)" if c.is_adapter else "adapter, by name")
     return None
 
 
@@ -229,24 +115,55 @@ def _convolution(c: Candidate) -> Routing | None:
 
 
 def _experts(c: Candidate) -> Routing | None:
-    key = next((key for key in c.expert_keys if key in c.name), None)
+    key = _expert_key(c)
     if c.tensor.ndim < 3 or key is None:
         return None
-    return Routing(c.name, "muon", f'stack of experts ("{key}" in its name)', MatrixView(experts=True))
+    stored_in_out = any(getattr(module, "is_transposed", None) is True for module in c.modules)  # as transformers says
+    view = MatrixView(experts=True, transposed=stored_in_out)
+    return Routing(c.name, "muon", f'stack of experts ("{key}" in its name)', view)
+
+
+def _expert_key(c: Candidate) -> str | None:
+    return next((key for key in c.expert_keys if key in c.name), None)
 
 
 def _vector_in_disguise(c: Candidate) -> Routing | None:
-    if c.tensor.ndim >= 3 and sum(size > 1 for size in c.tensor.shape) <= 1:
+    if (c.tensor.ndim >= 3 or c.is_bare) and sum(size > 1 for size in c.tensor.shape) <= 1:
         return Routing(c.name, "adamw", "a vector: one dim is larger than 1", like_a_vector=True)
     return None
 
 
+def _no_matrix(c: Candidate) -> Routing | None:
+    if not c.is_bare or any(word in c.leaf for word in _LAYER_WORDS):
+        return None
+    words = set(c.leaf.split("_"))
+    if words & _NUMBERS:
+        return Routing(c.name, "adamw", "numbers used one by one, by name", like_a_vector=True)
+    return Routing(c.name, "adamw", "a table of vectors, by name") if words & _ROWS else None
+
+
 def _hidden_matrix(c: Candidate) -> Routing | None:
-    if c.tensor.ndim != 2:
+    if c.tensor.ndim != 2 or is_uncut_stack(c):
         return None
     # transformers' GPT-2 layer, found by its class name: transformers is no dependency of ours.
     stored_in_out = any(type(m).__name__ == "Conv1D" and not isinstance(m, nn.Conv1d) for m in c.modules)
     return Routing(c.name, "muon", f"hidden matrix ({c.owner})", MatrixView(transposed=stored_in_out))
+
+
+def is_uncut_stack(c: Candidate) -> bool:
+    """Tell whether a matrix seems to be all experts, one below the other, as in DBRX and MegaBlocks.
+
+    Args:
+        c: The parameter.
+
+    Returns:
+        Whether it is a bare parameter of "experts", none of which has a number.
+    """
+    key = _expert_key(c)
+    if c.tensor.ndim != 2 or not c.is_bare or key is None:
+        return False
+    *_, behind = c.name.partition(key)
+    return "shared" not in c.name and not any(part.isdigit() for part in behind.split("."))
 
 
 RULES: tuple[Rule, ...] = (
@@ -256,9 +173,10 @@ RULES: tuple[Rule, ...] = (
     _embedding,
     _head,
     _bias,
-    _low_rank_factor,
+    _adapter,
     _convolution,
     _experts,
     _vector_in_disguise,
+    _no_matrix,
     _hidden_matrix,
 )
