@@ -140,8 +140,8 @@ How to read it:
 - The Gram form is as close as the standard one on Gaussian inputs in every dtype, because it restarts as often as the
   dtype needs (in five steps fp16: once, bf16: twice, fp32: never up to 1024 rows, above that as fp16). Where singular
   values span more than the dtype can square, its rows differ: it iterates on their squares.
-- Settings for a model's products stay out of it: autocast, TF32 (`torch.set_float32_matmul_precision`), fp16 sums. In TF32 the
-  Gram form would end up to 0.9 from where it should on a power law (relative, imitated).
+- Settings for a model's products stay out of it: autocast, TF32 (`torch.set_float32_matmul_precision`), fp16 sums. In
+  TF32 the Gram form would end up to 0.9 from where it should on a power law (relative, imitated).
 
 {chr(10).join(lines)}
 """

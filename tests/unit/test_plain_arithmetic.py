@@ -23,14 +23,23 @@ def settings():
 PLAIN = ("ieee", "ieee", False)
 
 
-@pytest.fixture(autouse=True)
-def _as_before():
-    # Restored by the names that torch itself sets both kinds of settings by.
-    yield
+# torch's own tests of optimizers, which others of ours import, freeze some of the settings.
+FROZEN = (getattr(torch.backends, "m", torch.backends), "__allow_nonbracketed_mutation_flag")
+
+
+def set_defaults():
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     GPU.fp32_precision = CPU.fp32_precision = "none"
     GPU.allow_fp16_accumulation = False
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    with mock.patch.object(*FROZEN, True):
+        set_defaults()
+        yield
+        set_defaults()
 
 
 def by_precision(word):
