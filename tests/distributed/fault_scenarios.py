@@ -214,6 +214,19 @@ def change_later(key, value):
     return records
 
 
+def edit_alone(key, value):
+    """After a step that all took, rank 1 alone changes a setting, and all go on until they hear of it."""
+    params = parameters(TABLE, on_mesh())
+    opt = Muon(groups_of(params), **SETTINGS)
+    give_gradients(params, 0)
+    records = [attempt(opt.step, params, opt)]
+    if dist.get_rank() == 1:
+        opt.param_groups[0][key] = value
+    while len(records) < 5 and records[-1]["error"] is None:
+        records.append(attempt(opt.step, params, opt))
+    return records
+
+
 def partial_parameter():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     params = {"a": (nn.Parameter(torch.ones(4, 4)), {})}

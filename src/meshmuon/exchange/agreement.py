@@ -93,7 +93,7 @@ class Agreement:
             return Verdict(go=True)
         otherwise = peers.device if found_inf is None else found_inf.device
         device = next((w.grad.device for w in watched if w.grad is not None), otherwise)
-        at_once = device.type == "cpu" or self._policy == "raise" or self._steps == 1 or self._laid_anew
+        at_once = _is_host(device) or self._policy == "raise" or self._steps == 1 or self._laid_anew
         if not at_once and not peers.alone:
             for item in watched:
                 item.refused = item.refused or _came_late(item)
@@ -101,7 +101,7 @@ class Agreement:
         if at_once:
             self._laid_anew = report.laid_anew is not None and bool(report.laid_anew)
             # A flag that is known already: so that the first step runs, and compiles, the same kernels as all others.
-            flag = None if device.type == "cpu" or self._policy == "raise" else report.go()
+            flag = None if _is_host(device) or self._policy == "raise" else report.go()
             return Verdict(go=self._account(report, watched, peers), flag=flag, present=report.present)
         self._on_their_way.append(report.sent())
         return Verdict(go=True, flag=report.go(), present=report.present)
@@ -132,7 +132,7 @@ class Agreement:
         # What one mesh has learned must stop the others as well.
         any_bad, any_torn, any_refused, any_overflow, any_new_plan, any_differing, any_odd = peers.anywhere(told)
         torn, refused = told.torn, told.refused
-        if device.type == "cpu":
+        if _is_host(device):
             if any_new_plan or any_differing:
                 peers.meet(again=True)  # names what differs
                 return self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device, fused=fused)
@@ -238,6 +238,11 @@ class Agreement:
         found = f"no usable gradient on {where} for {some(torn)}, though others have one"
         do = "Nothing was changed. Every rank that holds a part of a parameter must give it a gradient, or none may"
         return message(f"step {step}", found=found, do=do)
+
+
+def _is_host(device: torch.device) -> bool:
+    """Whether answers can be read without waiting for a device."""
+    return device.type == "cpu"
 
 
 def _came_late(item: Watched) -> Exception | None:
