@@ -1,9 +1,11 @@
 """save_checkpoint and load_checkpoint on one process: complete or not there, loaded whole or not at all."""
 
+import copy
 import enum
 import pickle
 import threading
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,6 +55,21 @@ def test_a_round_trip_with_extras(tmp_path, wait):
     assert same(everything(other, again), expected)
     assert (found["step"], found["history"]) == (7, [1.5, 2.5]) and torch.equal(found["rng"], extra["rng"])
     assert again.param_groups[0]["lr"] == 0.5
+
+
+def test_a_save_with_a_torch_that_completes_a_copy_of_the_metadata(tmp_path):
+    """torch 2.11 does: every save failed there."""
+    finish = dcp.FileSystemWriter.finish
+
+    def of_a_copy(self, metadata, results):
+        finish(self, copy.copy(metadata), results)
+
+    model, opt = build()
+    with mock.patch.object(dcp.FileSystemWriter, "finish", of_a_copy):
+        save_checkpoint(tmp_path / "a", model, opt)
+    other, again = build(seed=1)
+    load_checkpoint(tmp_path / "a", other, again)
+    assert same(everything(other, again), everything(model, opt))
 
 
 def test_bf16_parameters_keep_their_fp32_momentum(tmp_path):
