@@ -95,16 +95,23 @@ _ROUNDING = (
 
 
 @contextmanager
-def plain_arithmetic() -> Iterator[None]:
-    """Keep out what would round products behind our back: autocast, and settings such as TF32.
-
-    They are meant for a model's products. Newton-Schulz amplifies what they take: in TF32 the Gram form ends up to 0.9
-    from where it should (relative, on power laws), and bits would depend on settings.
-    """
+def without_autocast() -> Iterator[None]:
+    """Keep autocast out: it would round products to 16 bits behind our back. Can be compiled."""
     with ExitStack() as stack:
         for device_type in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+@contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Keep out all that would round products behind our back: autocast, and settings such as TF32.
+
+    They are meant for a model's products. Newton-Schulz amplifies what they take: in TF32 the Gram form ends up to 0.9
+    from where it should (relative, on power laws), and bits would depend on settings.
+    """
+    with without_autocast(), ExitStack() as stack:
         for place, name, plain in _ROUNDING:
             if (theirs := getattr(place, name)) not in (plain, "none"):
                 setattr(place, name, plain)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from meshmuon._compat import plain_arithmetic
+from meshmuon._compat import without_autocast
 from meshmuon.checks import check_integer, check_number
 from meshmuon.config import check_layer_pattern
 from meshmuon.errors import message
@@ -22,7 +22,7 @@ from meshmuon.layout.mesh import local
 from meshmuon.layout.names import normalise_name
 
 
-@plain_arithmetic()
+@without_autocast()
 @torch.no_grad()
 def max_logits(
     q: Tensor,

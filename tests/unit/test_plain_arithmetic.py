@@ -84,7 +84,6 @@ CALLS = {
     "step": lambda: Muon([matrix(24, 40), matrix(32, 32)]).step,
     "metrics": lambda: Muon([matrix(24, 40)]).metrics,
     "orthogonalize": lambda: partial(meshmuon.orthogonalize, torch.randn(24, 40)),
-    "max_logits": lambda: partial(meshmuon.max_logits, torch.randn(2, 8, 4), torch.randn(2, 8, 4)),
 }
 
 
