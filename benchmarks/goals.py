@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -85,7 +86,8 @@ def _product_goal(side: int) -> Goal:
 
 
 def _worst(rows: list[dict[str, Any]], number: Callable[[dict[str, Any]], float]) -> float:
-    return max(number(row) for row in rows)  # ValueError if there are none
+    numbers = [number(row) for row in rows]
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)  # ValueError if there are none
 
 
 def _five_steps(record: Any, *inputs: str) -> list[dict[str, Any]]:
@@ -192,7 +194,7 @@ def judge(folder: Path, part: Part) -> list[tuple[Goal, float | None]]:
 def _found(goal: Goal, record: Any) -> float | None:
     try:
         return goal.find(record)
-    except (KeyError, ValueError):
+    except (LookupError, ValueError, TypeError, ZeroDivisionError):
         return None
 
 

@@ -138,7 +138,7 @@ class Preparation:
                 state[new] = before
             replace_parameter_(param_groups, old, new)
         self._tell_of_thawed(param_groups)
-        self._tell_of_left()
+        self._tell_of_left(param_groups)
         if self._ready is None or self._state_is_new or not self._snapshot.holds_for(param_groups):
             # Together, once nothing can fail any more.
             self._ready, self._snapshot = self._made_anew(param_groups, state), Snapshot.of(param_groups)
@@ -176,9 +176,9 @@ class Preparation:
             if lost:
                 warn_user(message(f"parameter {some(map(repr, lost), limit=3)}", found=found, do=f"Write {add}"))
 
-    def _tell_of_left(self) -> None:
+    def _tell_of_left(self, param_groups: Groupings) -> None:
         """Warn of parameters that are no part of the model any more: what took their place is not trained."""
-        if left := self._homes.left():
+        if left := self._homes.left(param for group in param_groups for param in group["params"]):
             found = "no longer in the model: its layer was replaced or resized, and what is there now is not trained"
             do = "Make the optimizer when the model is complete, or add what is new with opt.add_param_group"
             warn_user(message(f"parameter {some(map(repr, left), limit=3)}", found=found, do=do))

@@ -271,3 +271,35 @@ def test_a_model_that_is_gone_has_left_nothing() -> None:
         warnings.simplefilter("error")
         assert "muon" in str(opt)
         opt.step()
+
+
+def drop(model: nn.Sequential, opt: Muon) -> None:
+    model[2] = nn.Identity()
+
+
+def share(model: nn.Sequential, opt: Muon) -> None:
+    other = nn.Linear(16, 8)
+    other.weight, other.bias = model[2].weight, model[2].bias
+    model[2] = other
+
+
+def freeze(model: nn.Sequential, opt: Muon) -> None:
+    model[2] = nn.Linear(16, 8).requires_grad_(False)
+
+
+def follow_the_advice(model: nn.Sequential, opt: Muon) -> None:
+    model[2] = nn.Linear(16, 30)
+    opt.add_param_group({"params": [("new", model[2].weight)], "algorithm": "muon"})
+    opt.add_param_group({"params": [("new bias", model[2].bias)], "algorithm": "adamw"})
+
+
+@pytest.mark.parametrize("change", [drop, share, freeze, follow_the_advice])
+def test_a_layer_is_said_to_be_lost_though_nothing_is_left_untrained(change: Callable[..., None]) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    opt = Muon(model)
+    change(model, opt)
+    model(torch.ones(2, 8)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+        assert "muon" in str(opt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Homes:
         )
         for module in model.modules():
             for leaf, tensor in module._parameters.items():
-                if tensor is None:
+                if tensor is None or tensor not in names:  # a model may hide what is not to be trained
                     continue
                 home = _Home(weakref.ref(module), leaf, names[tensor])
                 if tensor.requires_grad:
@@ -77,14 +77,26 @@ class Homes:
             self._homes[new] = self._homes.pop(old)
             yield Moved(old, new, keeps_state=in_use and not old.is_meta)
 
-    def left(self) -> list[str]:
+    def left(self, trained: Iterable[Tensor]) -> list[str]:
         """Give the names of parameters that the model no longer has, as `follow` has found them; each once.
 
-        Their modules are gone, or hold a trained parameter of another shape: a layer was replaced or resized.
+        Their modules are gone, or hold a trained parameter of another shape: a layer was replaced or resized. Nothing
+        is amiss if the model has no other parameter that gets a gradient and nobody trains.
+
+        Args:
+            trained: All parameters of the optimizer.
         """
-        if not self._astray or self._model() is None:  # a model that is gone as a whole needs no optimizer
+        model = self._model() if self._astray else None
+        if model is None:  # one that is gone as a whole needs no optimizer
             return []
-        homes = [self._homes[old] for old in self._astray if all(home.is_left_by(old) for home in self._homes[old])]
+        present = set(model.parameters())
+        if all(tensor.grad is None for tensor in present.difference(trained)):
+            return []
+        homes = [
+            self._homes[old]
+            for old in self._astray
+            if old not in present and all(home.is_left_by(old) for home in self._homes[old])
+        ]
         found = [first.name for first, *_ in homes if first.name not in self._left]
         self._left.update(found)
         return found

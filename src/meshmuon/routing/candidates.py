@@ -11,6 +11,7 @@ from torch import Tensor, nn
 WEIGHT_LEAVES = ("weight", "weight_v", "weight_orig", "original", "original1")
 _PLAIN_LEAVES = ("kernel", *WEIGHT_LEAVES[:3])
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original\d*$")
+_NUMBERED = re.compile(r"(\w+_)?(layer|block|stage|level|h)_?\d+$")
 # What peft puts between a module and its weights: https://github.com/huggingface/peft
 _WRAPPED = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.)")
 
@@ -33,7 +34,7 @@ class NamePath:
 
     Attributes:
         words: What stands after the last number: `mlp`, `fc` of `layers.0.mlp.fc.weight`, and of `mlp.fc.2.weight`.
-        in_a_block: Whether there is a number before them.
+        in_a_block: Whether there is a number before them, or a block that has one (`layer_1`) before the last.
     """
 
     words: tuple[str, ...]
@@ -55,7 +56,8 @@ class NamePath:
         while len(parts) > 1 and parts[-1].isdigit():
             parts.pop()
         numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-        return cls(tuple(parts[numbers[-1] + 1 if numbers else 0 :]), bool(numbers))
+        in_a_block = bool(numbers) or any(map(_NUMBERED.match, parts[:-1]))
+        return cls(tuple(parts[numbers[-1] + 1 if numbers else 0 :]), in_a_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,14 @@ class Candidate:
         return NamePath.of(self.name)
 
     @property
+    def own_word(self) -> str:
+        """What it is called itself, or the list that it is in."""
+        return next((part for part in reversed(plain_name(self.name).split(".")) if not part.isdigit()), "")
+
+    @property
     def is_bare(self) -> bool:
         """Whether it is no layer's weight but a parameter that somebody has given a name of its own."""
-        leaf = plain_name(self.name).rsplit(".", 1)[-1]
-        return "weight" not in leaf and leaf not in _PLAIN_LEAVES
+        return "weight" not in self.own_word and self.own_word not in _PLAIN_LEAVES
 
     @property
     def owner(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -23,11 +23,12 @@ _HEAD_NAMES = (
     "qa_outputs",
     "seq_relationship",
 )
-# Too common inside a model to mean "head" in one of its blocks,
-_HEAD_ENDINGS = ("_head", "_heads", "_classifier")
+# Too common inside a model to mean "head" in one of its blocks, where it may be one of attention,
+_HEAD_ENDINGS = ("_head", "_heads", "_classifier", "output_layer")
+_OTHER_HEADS = ("attn", "attention", "multi_head", "multihead", "merge_heads", "read_head", "write_head", "_layer.")
 # or anywhere but at its top.
-_TOP_HEAD_NAMES = ("head", "heads", "output", "output_layer", "fc", "score")
-_TOP_PREFIXES = ("model", "language_model", "transformer", "backbone", *_TOP_HEAD_NAMES)
+_TOP_HEAD_NAMES = ("head", "heads", "output", "fc", "score")
+_TOP_PREFIXES = ("base_model", "model", "transformer", "backbone", *_TOP_HEAD_NAMES)
 _NO_VOCABULARIES = ("pos", "wpe", "type", "segment", "time", "rel")  # in names of tables that nothing is predicted from
 
 
@@ -49,11 +50,15 @@ def _is_surely_a_head(path: NamePath) -> bool:
     *_, last = path.words or ("",)
     if last in _HEAD_NAMES:
         return True
-    return last.endswith(_HEAD_ENDINGS) and not last.startswith("pre_") and not path.in_a_block
+    whole = ".".join(path.words)
+    is_another = last.startswith("pre_") or any(word in whole for word in _OTHER_HEADS)
+    return last.endswith(_HEAD_ENDINGS) and not is_another and not path.in_a_block
 
 
 def ends_of_heads(named: Iterable[tuple[str, Tensor]]) -> set[Tensor]:
     """Give the last matrix of each head that has several: of `classifier.dense`, `classifier.out_proj` the second.
+
+    The last: whose results no other matrix of the head can take. Several heads in one module don't take each other's.
 
     Args:
         named: All parameters with all of their names, in the model's order: a head may end with a tied one.
@@ -61,15 +66,19 @@ def ends_of_heads(named: Iterable[tuple[str, Tensor]]) -> set[Tensor]:
     Returns:
         Those matrices.
     """
-    last: dict[tuple[str, ...], Tensor] = {}
+    inside: dict[tuple[str, ...], list[Tensor]] = {}
     for name, tensor in named:
         path = NamePath.of(name)
         if tensor.ndim != 2 or path.in_a_block:
             continue
         above = (path.words[:i] for i in range(1, len(path.words)))
         if (head := next((words for words in above if _is_surely_a_head(NamePath(words, False))), None)) is not None:
-            last[head] = tensor
-    return set(last.values())
+            inside.setdefault(head, []).append(tensor)
+    found: set[Tensor] = set()
+    for matrices in inside.values():
+        last = [m for m in matrices if not any(m.shape[0] == other.shape[1] for other in matrices if other is not m)]
+        found.update(last or matrices[-1:])
+    return found
 
 
 def heads_of(model: nn.Module) -> dict[Tensor, str]:
@@ -89,10 +98,11 @@ def _stated_heads(model: nn.Module) -> list[Tensor]:
     """What models of transformers say themselves: https://github.com/huggingface/transformers."""
     found = []
     for module in model.modules():
-        ask: Any = getattr(module, "get_output_embeddings", None)
+        if not hasattr(type(module), "get_output_embeddings"):
+            continue
         try:
-            head = ask() if callable(ask) else None
-        except (AttributeError, NotImplementedError):  # it is not for this kind of model
+            head = cast(Any, module).get_output_embeddings()
+        except Exception:  # a method of that name may be anything; what it would say is a hint
             continue
         weight = weight_of(head) if isinstance(head, nn.Module) else None
         if weight is not None:
@@ -101,7 +111,7 @@ def _stated_heads(model: nn.Module) -> list[Tensor]:
 
 
 def _heads_by_size(model: nn.Module) -> list[Tensor]:
-    """Each nn.Linear that alone has the shape of a vocabulary, if it is the last one or in no block.
+    """The nn.Linear that alone has the shape of a vocabulary, if only smaller heads come after it, and all in no block.
 
     Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
     """
@@ -110,13 +120,13 @@ def _heads_by_size(model: nn.Module) -> list[Tensor]:
     linears = [(name, weight) for name, module, weight in shaped if isinstance(module, nn.Linear) and _trains(weight)]
     vocabularies = {weight.shape for name, module, weight in shaped if is_embedding(module) and _is_vocabulary(name)}
     alike = Counter(weight.shape for _, weight in linears)
-    return [
-        weight
-        for name, weight in linears
-        if weight.shape in vocabularies
-        and alike[weight.shape] == 1
-        and (weight is linears[-1][1] or not NamePath.of(name).in_a_block)
-    ]
+    for after, (name, weight) in enumerate(reversed(linears)):
+        if weight.shape in vocabularies and alike[weight.shape] == 1:
+            behind = linears[len(linears) - after :]
+            in_blocks = after > 0 and any(NamePath.of(each).in_a_block for each, _ in ((name, weight), *behind))
+            smaller = all(other.shape[0] < weight.shape[0] for _, other in behind)
+            return [weight] if smaller and not in_blocks else []
+    return []
 
 
 def _trains(weight: Tensor) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import operator
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,7 @@ def route_model(
         TypeError: If a parameter is of a kind that cannot be trained.
     """
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    everywhere: list[tuple[str, Tensor]] = []
     modules = dict(model.named_modules(remove_duplicate=True))
     for prefix, module in modules.items():
         # A parametrized tensor lies in a list of its own, below the module it belongs to.
@@ -66,11 +68,12 @@ def route_model(
         owner = modules[".".join(path[:-2])] if path[-2:-1] == ["parametrizations"] else module
         for leaf, tensor in module._parameters.items():
             if tensor is not None:
-                holders.setdefault(tensor, []).append((f"{prefix}.{leaf}" if prefix else leaf, owner))
+                everywhere.append((f"{prefix}.{leaf}".removeprefix("."), tensor))
+                holders.setdefault(tensor, []).append((everywhere[-1][0], owner))
     raw = [(name, tensor) for name, tensor in model.named_parameters()]
     names = normalise_names(name for name, _ in raw)
-    heads, followed, adapters = heads_of(model), followed_layers(model), _adapters_in(modules)
-    ends = ends_of_heads(model.named_parameters(remove_duplicate=False))
+    heads, followed, ends = heads_of(model), followed_layers(model), ends_of_heads(everywhere)
+    adapters = _adapters_in(modules)
     candidates = [
         Candidate(
             name=name,
@@ -80,7 +83,7 @@ def route_model(
             head=heads.get(tensor, ""),
             ends_a_head=tensor in ends,
             is_followed=tensor in followed,
-            is_adapter=f"{raw_name}.".startswith(adapters),
+            is_adapter=not adapters.isdisjoint(itertools.accumulate(raw_name.split("."), "{}.{}".format)),
             expert_keys=tuple(expert_keys),
         )
         for name, (raw_name, tensor) in zip(names, raw, strict=True)
@@ -88,13 +91,14 @@ def route_model(
     return _route(candidates, overrides)
 
 
-def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """How the names begin of what peft's layers say they have added."""
-    found = []
+def _adapters_in(modules: Mapping[str, nn.Module]) -> set[str]:
+    """What peft's layers say they have added, by name. A module that is trained beside a frozen twin is no adapter."""
+    found = set()
     for prefix, module in modules.items():
-        added = getattr(module, "adapter_layer_names", ())
-        found += [f"{prefix}.{name}.".removeprefix(".") for name in added if isinstance(name, str)]
-    return tuple(found)
+        added = getattr(type(module), "adapter_layer_names", ())
+        if isinstance(added, (tuple, list, set)):
+            found |= {f"{prefix}.{name}".removeprefix(".") for name in added if name != "modules_to_save"}
+    return found
 
 
 def route_names(
@@ -262,7 +266,7 @@ def _route(candidates: Sequence[Candidate], overrides: Overrides) -> list[Routed
         else:
             routed.append(RoutedTensor(candidate.tensor, routing))
     if unknown:
-        raise ValueError(_asked_for(unknown))
+        raise ValueError(_asked_for(unknown, [item.routing.name for item in routed]))
     chosen.check_all_matched([candidate.name for candidate in candidates])
     return routed
 
@@ -284,15 +288,24 @@ def _decide(candidate: Candidate, choice: Choice | None) -> Routing | None:
     return proposed
 
 
-def _asked_for(unknown: Sequence[Candidate]) -> str:
+def _asked_for(unknown: Sequence[Candidate], known: Sequence[str]) -> str:
     """Ask what to do about parameters that no rule is for: about all of them, so that one answer is enough."""
     first = unknown[0]
-    patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", candidate.name): None for candidate in unknown}
-    pattern, *others = patterns if len(unknown) > 1 else {first.name: None}
     found = f"{first.tensor.ndim}-D of shape {tuple(first.tensor.shape)}"
-    do = (_EXPERTS_WAYS_OUT if is_uncut_stack(first) else _TWO_WAYS_OUT).replace("NAME", pattern)
-    if others:
-        do += f". Likewise {some(map(repr, others), limit=20)}"
-    if not first.modules and first.tensor.ndim > 2:
-        do = _WITH_THE_MODEL + do
-    return message(f"parameter {first.name!r}", found=found, do=do)
+    ways = []
+    for ways_out, kind in ((_TWO_WAYS_OUT, False), (_EXPERTS_WAYS_OUT, True)):
+        names = [candidate.name for candidate in unknown if is_uncut_stack(candidate) is kind]
+        pattern, *others = _patterns(names, known) or [""]
+        if pattern:
+            likewise = f". Likewise {some(map(repr, others), limit=20)}" if others else ""
+            ways.append(ways_out.replace("NAME", pattern) + likewise)
+    hint = _WITH_THE_MODEL if not first.modules and first.tensor.ndim > 2 else ""
+    return message(f"parameter {first.name!r}", found=found, do=hint + ". ".join(ways))
+
+
+def _patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Put a star for the numbers of names that differ in them alone, unless that would be the pattern of others too."""
+    starred = {name: ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    several = Counter(starred.values())
+    wide = {star for star in several if several[star] == 1 or fnmatch.filter(known, star)}
+    return list(dict.fromkeys(name if star in wide else star for name, star in starred.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ from meshmuon.routing.heads import is_head_name
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_EMBEDDING_WORDS = ("embed", "wte", "wpe", "_emb")
+_EMBEDDING_WORDS = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position_emb")
 _LAYER_WORDS = ("fc", "mlp", "attn", "attention", "proj", "linear", "dense", "conv", "ffn", "feed_forward", "gate")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _NORM_NAMES = ("LayerNorm", "RMSNorm")  # how those of other libraries end
@@ -24,19 +25,9 @@ _MAGNITUDES = ("weight_g", "original0")  # of torch.nn.utils.weight_norm, the ol
 # Words in the names of bare parameters that are no matrices, though they have two dims: numbers used one by one (as
 # Mamba's `A_log`, or `scale_shift_table`), and rows that are looked up or come in beside the input.
 _NUMBERS = {"log", "scale", "scales", "shift", "mean", "std"}
-_ROWS = {
-    "token",
-    "tokens",
-    "latent",
-    "latents",
-    "queries",
-    "pos",
-    "table",
-    "codebook",
-    "codebooks",
-    "prompt",
-    "prompts",
-}
+_ROWS = {"token", "tokens", "latent", "latents", "queries", "prompt", "prompts", "pos", "table", "codebook"}
+_MATRIX_WORDS = {"w", "to", "mix", "kv"}  # beside them: then it is one after all
+_ROUTERS = ("gate", "router")
 # Of peft and others: https://github.com/huggingface/peft
 _LORA_WORDS = ("lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding", "lora_magnitude")
 _ADAPTER_PARTS = ("lora_e", "hada_w", "lokr_w", "boft_", "vera_lambda", "ia3_l", "oft_r", "hra_u", "trainable_tokens")
@@ -73,10 +64,15 @@ def _embedding(c: Candidate) -> Routing | None:
     # them, `embedder.0.fc.weight` is a layer of some tower, `embeddings.0.table.weight` is not.
     layer = any(word in part for part in c.path.words for word in _LAYER_WORDS)
     words = (c.leaf,) if c.modules else c.path.words if layer else tuple(c.name.lower().split("."))
-    is_shared = not c.modules and c.path.words[-1:] == ("shared",) and not c.path.in_a_block  # T5's, BART's
-    if (is_shared or any(word in part for part in words for word in _EMBEDDING_WORDS)) and not is_head_name(c.path):
+    called_so = any(part.endswith("_emb") or word in part for part in words for word in _EMBEDDING_WORDS)
+    if (called_so or _is_shared_table(c)) and not is_head_name(c.path):
         return Routing(c.name, "adamw", "embedding, by name")
     return None
+
+
+def _is_shared_table(c: Candidate) -> bool:
+    """Whether it is the table of T5 and BART, by its name alone."""
+    return not c.modules and not c.path.in_a_block and plain_name(c.name).endswith("shared.weight")
 
 
 def _head(c: Candidate) -> Routing | None:
@@ -134,9 +130,11 @@ def _vector_in_disguise(c: Candidate) -> Routing | None:
 
 
 def _no_matrix(c: Candidate) -> Routing | None:
-    if not c.is_bare or any(word in c.leaf for word in _LAYER_WORDS):
+    if not c.is_bare or any(word in c.own_word for word in _LAYER_WORDS) or math.prod(c.tensor.shape[:-2]) > 1:
         return None
-    words = set(c.leaf.split("_"))
+    words = set(c.own_word.split("_"))
+    if words & _MATRIX_WORDS:
+        return None
     if words & _NUMBERS:
         return Routing(c.name, "adamw", "numbers used one by one, by name", like_a_vector=True)
     return Routing(c.name, "adamw", "a table of vectors, by name") if words & _ROWS else None
@@ -159,21 +157,21 @@ def is_uncut_stack(c: Candidate) -> bool:
     Returns:
         Whether it is a bare parameter of "experts", none of which has a number.
     """
-    key = _expert_key(c)
-    if c.tensor.ndim != 2 or not c.is_bare or key is None:
+    key = next((key for key in c.expert_keys if key in c.name.split(".")), None)
+    if c.tensor.ndim != 2 or not c.is_bare or key is None or c.own_word in _ROUTERS:
         return False
-    *_, behind = c.name.partition(key)
-    return "shared" not in c.name and not any(part.isdigit() for part in behind.split("."))
+    *between, _ = c.name.split(".")[c.name.split(".").index(key) + 1 :] or [""]
+    return not any(character.isdigit() for part in between for character in part)
 
 
 RULES: tuple[Rule, ...] = (
     _flat_shard,
     _few_dims,
     _norm,
+    _adapter,
     _embedding,
     _head,
     _bias,
-    _adapter,
     _convolution,
     _experts,
     _vector_in_disguise,

@@ -115,7 +115,13 @@ def test_each_bound_can_be_missed(goal, folder, capsys):
 
 @pytest.mark.parametrize(
     ("row", "key", "value"),
-    [(0, "default", 0.2), (0, "sigma", 1.4), (0, "gram - standard (fp16)", 6e-3), (2, "gram - standard (fp32)", 6e-3)],
+    [
+        (0, "default", 0.2),
+        (3, "sigma", float("nan")),
+        (0, "sigma", 1.4),
+        (0, "gram - standard (fp16)", 6e-3),
+        (2, "gram - standard (fp32)", 6e-3),
+    ],
 )
 def test_accuracy_is_judged_where_it_is_promised(row, key, value, folder, capsys):
     record = copy.deepcopy(RECORDS["accuracy.json"])

@@ -66,7 +66,7 @@ def test_the_head_that_a_model_names_itself_takes_muon():
     assert routes(opt)["decode.weight"] == "adamw" and "output embeddings" in reasons(opt)["decode.weight"]
 
 
-@pytest.mark.parametrize("error", [NotImplementedError, AttributeError])
+@pytest.mark.parametrize("error", [NotImplementedError, AttributeError, RuntimeError, KeyError])
 def test_a_model_that_cannot_say_what_its_head_is_cannot_be_routed(error):
     def refuse(model: nn.Module) -> None:
         raise error
@@ -96,6 +96,67 @@ def test_heads_of_many_names_take_muon(name):
         embed=nn.Embedding(40, 8), blocks=nn.ModuleList([Holder(attention_head=linear(8)) for _ in range(2)])
     )
     assert route_of(block, "blocks.1.attention_head.weight") == "muon", "in a block it is no output"
+
+
+ATTENTION = ["block.multi_head.out", "layer_1.some_head.out", "block1.attn.merge_heads", "h0.attn_heads.wo"]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_heads_of_attention_are_taken_for_outputs(name):
+    assert routes(Muon([(f"{name}.weight", parameter(8, 8))])) == {f"{name}.weight": "muon"}
+
+
+def test_of_several_heads_in_one_module_only_the_last_is_one():
+    heads = nn.ModuleDict({"mnli": linear(3), "sst2": linear(2)})
+    found = routes(Muon(embedded(task_heads=heads, bbox_head=Holder(fc=linear(8), cls=linear(5), reg=linear(4)))))
+    assert found == {
+        "embed.weight": "adamw",
+        "hidden.weight": "muon",
+        "task_heads.mnli.weight": "adamw",
+        "task_heads.sst2.weight": "adamw",
+        "bbox_head.fc.weight": "muon",
+        "bbox_head.cls.weight": "adamw",
+        "bbox_head.reg.weight": "adamw",
+    }
+
+
+def test_the_order_in_which_a_head_was_written_down_decides_which_part_is_the_head():
+    found = routes(Muon(embedded(lm_head=Holder(decode=linear(41), dense=linear(8)))))
+    assert (found["lm_head.decode.weight"], found["lm_head.dense.weight"]) == ("adamw", "muon")
+    square = routes(Muon(embedded(lm_head=Holder(dense=linear(8), decode=linear(8)))))
+    assert (square["lm_head.dense.weight"], square["lm_head.decode.weight"]) == ("muon", "adamw")
+    stack = nn.ModuleList([Holder(lm_head=Holder(dense=linear(8), out=linear(3))) for _ in range(2)])
+    assert routes(Muon(embedded(layers=stack)))["layers.0.lm_head.out.weight"] == "muon", "in a block it is no output"
+
+
+def test_any_layer_of_the_size_of_a_vocabulary_is_a_head():
+    """Only if it is the last one, or smaller heads alone come after it; and no other has its size."""
+
+    def block(out: int) -> nn.ModuleList:
+        return nn.ModuleList([Holder(up=linear(out))])
+
+    for after in (linear(41), block(2)):
+        assert route_of(embedded(decode=linear(40), after=after), "decode.weight") == "muon"
+    assert route_of(embedded(blocks=block(40), after=linear(2)), "blocks.0.up.weight") == "muon"
+    assert route_of(embedded(blocks=block(40)), "blocks.0.up.weight") == "adamw", "the last"
+    twice = embedded(first=linear(40), second=linear(40))
+    assert {route_of(twice, f"{name}.weight") for name in ("first", "second")} == {"muon"}, "not alone"
+
+
+@pytest.mark.parametrize("name", ["decoder.output_layer", "llava.language_model.output_layer", "output_layer"])
+def test_an_output_layer_takes_muon(name):
+    assert routes(Muon([(f"{name}.weight", parameter(40, 8)), ("w", parameter(8, 8))]))[f"{name}.weight"] == "adamw"
+
+
+class Hides(Holder):
+    """A model that does not show its teacher, and that was written for an older torch."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        return ((n, p) for n, p in super().named_parameters(prefix, recurse) if not n.startswith("teacher"))
+
+
+def test_a_model_that_hides_parameters_cannot_be_routed():
+    assert routes(Muon(Hides(hidden=linear(8), teacher=linear(8)))) == {"hidden.weight": "muon"}
 
 
 def test_a_layer_before_the_classifier_is_taken_for_one():
@@ -133,7 +194,24 @@ def test_a_bare_table_is_orthogonalized(name):
         assert routes(opt)[f"mixer.{name}"] == "adamw"
 
 
-@pytest.mark.parametrize("name", ["w1", "in_proj_weight", "token_proj", "latent_mlp", "qkv", "key"])
+def test_lists_and_parametrized_tables_are_orthogonalized():
+    latents = Holder(latents=nn.ParameterList([parameter(5, 8)]), A_log=parameter(16, 4))
+    nn.utils.parametrize.register_parametrization(latents, "A_log", nn.Identity())
+    assert set(routes(Muon(Holder(hidden=linear(8), mixer=latents))).values()) == {"muon", "adamw"}
+    assert [n for n, r in routes(Muon(Holder(hidden=linear(8), mixer=latents))).items() if r == "muon"] == [
+        "hidden.weight"
+    ]
+
+
+def test_a_stack_that_is_called_like_a_table_is_one():
+    with pytest.raises(ValueError, match=r"3-D of shape \(4, 8, 8\)"):
+        Muon(Holder(latent_bank=parameter(4, 8, 8)))
+
+
+MATRICES = ["w1", "in_proj_weight", "token_proj", "latent_mlp", "qkv", "key", "w_latent", "latent_to_kv", "W_scale"]
+
+
+@pytest.mark.parametrize("name", MATRICES)
 def test_a_bare_matrix_is_taken_for_a_table(name):
     assert route_of(Holder(mixer=Holder(**{name: parameter(16, 8)})), f"mixer.{name}") == "muon"
 
@@ -171,19 +249,40 @@ def test_an_adapter_takes_muon(name):
 
 def test_an_adapter_of_an_unknown_kind_takes_muon():
     """peft's layers say what they have added."""
-    layer = Holder(base_layer=linear(8), novel=nn.ParameterDict({"default": parameter(8, 4)}))
-    layer.adapter_layer_names = ("novel",)
-    opt = Muon(Holder(q_proj=layer))
+
+    class NovelLayer(Holder):
+        adapter_layer_names = ("novel",)
+
+    opt = Muon(Holder(q_proj=NovelLayer(base_layer=linear(8), novel=nn.ParameterDict({"default": parameter(8, 4)}))))
     assert routes(opt) == {"q_proj.base_layer.weight": "muon", "q_proj.novel.default": "adamw"}
     assert reasons(opt)["q_proj.novel.default"] == "adapter (peft)"
 
 
-def test_a_head_that_peft_keeps_beside_the_frozen_one_takes_muon():
-    wrapped = Holder(original_module=linear(40), modules_to_save=nn.ModuleDict({"default": linear(40)}))
-    wrapped.original_module.requires_grad_(False)
-    for name in ("lm_head", "anything"):  # by name, or by size
-        model = embedded(**{name: wrapped})
-        assert route_of(model, f"{name}.modules_to_save.default.weight") == "adamw"
+class Saved(Holder):
+    """A module that peft trains whole, beside the frozen one."""
+
+    adapter_layer_names = ("modules_to_save",)
+
+    def __init__(self, module: nn.Module, trained: nn.Module) -> None:
+        super().__init__(
+            original_module=module.requires_grad_(False), modules_to_save=nn.ModuleDict({"default": trained})
+        )
+
+
+@pytest.mark.parametrize("name", ["lm_head", "anything", "score"])
+def test_a_head_that_peft_keeps_beside_the_frozen_one_takes_muon(name):
+    """By name, or by size."""
+    model = Holder(base_model=Holder(model=embedded(**{name: Saved(linear(40), linear(40))})))
+    saved = f"base_model.model.{name}.modules_to_save.default.weight"
+    assert route_of(model, saved) == "adamw"
+    if name != "anything":
+        assert routes(Muon(model.named_parameters()))[saved] == "adamw"
+
+
+def test_a_hidden_matrix_that_peft_trains_whole_is_taken_for_an_adapter():
+    layers = nn.ModuleList([Holder(down_proj=Saved(linear(8), linear(8))) for _ in range(2)])
+    found = routes(Muon(Holder(layers=layers)))
+    assert found == {f"layers.{i}.down_proj.modules_to_save.default.weight": "muon" for i in range(2)}
 
 
 def test_an_error_about_adapters_alone_does_not_say_why_nothing_takes_muon():
@@ -202,8 +301,10 @@ def test_by_name_a_table_takes_muon(name):
     assert routes(Muon(named)) == {f"{name}.weight": "adamw", "block.0.mlp.weight": "muon"}
 
 
-def test_by_name_a_shared_expert_is_taken_for_an_embedding():
-    assert set(routes(Muon([("layers.0.mlp.shared.weight", parameter(8, 8))])).values()) == {"muon"}
+@pytest.mark.parametrize("name", ["layers.0.mlp.shared", "shared.0", "down.time_emb_proj"])
+def test_by_name_a_layer_is_taken_for_an_embedding(name):
+    """A shared expert, the trunk of actor and critic, a projection of diffusers."""
+    assert set(routes(Muon([(f"{name}.weight", parameter(8, 8))])).values()) == {"muon"}
 
 
 # ---- experts
@@ -245,6 +346,8 @@ def test_experts_one_below_the_other_are_orthogonalized_together():
     for alone in (
         Holder(shared_experts=Holder(w1=parameter(12, 8))),
         Holder(experts=nn.ModuleList([Holder(w1=parameter(12, 8))])),
+        Holder(experts=nn.ModuleDict({"expert_0": Holder(w1=parameter(12, 8))})),
+        Holder(moe=Holder(experts_gate=parameter(8, 3), experts=Holder(router=parameter(8, 3)))),
         Holder(experts=Holder(up=linear(12))),
     ):
         assert set(routes(Muon(alone)).values()) == {"muon"}
@@ -259,6 +362,9 @@ def test_an_error_names_one_parameter_at_a_time():
     model = Holder(layer=layers)
     with pytest.raises(ValueError, match=r"'layer.0.q': .*\"layer.\*.q\".*'layer.\*.r'"):
         Muon(model)
+    inner = nn.ModuleList([Holder(q=parameter(8, 2, 4), mlp=Holder(q=parameter(8, 8))) for _ in range(2)])
+    with pytest.raises(ValueError, match=r"\"layer.0.q\".*'layer.1.q'"):  # the star would be for the others, too
+        Muon(Holder(layer=inner))
     view = View(flatten=True)
     assert set(routes(Muon(model, overrides={"layer.*.q": view, "layer.*.r": "adamw"})).values()) == {"muon", "adamw"}
 
