@@ -307,10 +307,11 @@ def test_lightning_is_told_that_gradients_may_be_clipped():
     asked = "found = getattr(optimizer, '_step_supports_amp_scaling', False)"
     optimizer = Muon([torch.ones(4, 4).requires_grad_()])
     answers = {}
-    for name in ("torch.amp.grad_scaler", "lightning.pytorch.plugins.precision.amp", "pytorch_lightning.x", "mine"):
+    lightnings = ("lightning.pytorch.plugins.precision.amp", "pytorch_lightning.x", "lightning_fabric.x")
+    for name in ("torch.amp.grad_scaler", "mine", *lightnings):
         scope = {"__name__": name, "optimizer": optimizer}
         exec(asked, scope)
         answers[name] = scope["found"]
-    assert list(answers.values()) == [True, False, False, True]
+    assert list(answers.values()) == [True, True, False, False, False]
     optimizer._step_supports_amp_scaling = False  # who sets it has the last word
     assert not optimizer._step_supports_amp_scaling

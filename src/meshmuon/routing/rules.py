@@ -26,7 +26,7 @@ _MAGNITUDES = ("weight_g", "original0")  # of torch.nn.utils.weight_norm, the ol
 # Mamba's `A_log`, or `scale_shift_table`), and rows that are looked up or come in beside the input.
 _NUMBERS = {"log", "scale", "scales", "shift", "mean", "std"}
 _ROWS = {"token", "tokens", "latent", "latents", "queries", "prompt", "prompts", "pos", "table", "codebook"}
-_MATRIX_WORDS = {"w", "to", "mix", "kv"}  # beside them: then it is one after all
+_MATRIX_WORDS = {"to", "mix", "kv"}  # beside them: then it is one after all, as what begins with "w_"
 _ROUTERS = ("gate", "router")
 # Of peft and others: https://github.com/huggingface/peft
 _LORA_WORDS = ("lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding", "lora_magnitude")
@@ -133,7 +133,7 @@ def _no_matrix(c: Candidate) -> Routing | None:
     if not c.is_bare or any(word in c.own_word for word in _LAYER_WORDS) or math.prod(c.tensor.shape[:-2]) > 1:
         return None
     words = set(c.own_word.split("_"))
-    if words & _MATRIX_WORDS:
+    if words & _MATRIX_WORDS or c.own_word.startswith("w_"):
         return None
     if words & _NUMBERS:
         return Routing(c.name, "adamw", "numbers used one by one, by name", like_a_vector=True)

@@ -176,6 +176,11 @@ def test_an_inner_output_layer_is_taken_for_the_head():
 BARE = {
     "A_log": (16, 4),
     "rel_pos_h": (27, 8),
+    "rel_pos_w": (27, 8),
+    "shift": (3, 8),
+    "log_std": (3, 8),
+    "prompt": (5, 8),
+    "codebook": (5, 8),
     "register_tokens": (4, 8),
     "latents": (5, 8),
     "scale_shift_table": (6, 8),
@@ -235,7 +240,8 @@ def test_numbers_that_are_used_one_by_one_are_decayed():
 
 # ---- peft
 
-ADAPTERS = ["ia3_l", "lora_E", "hada_w1_a", "lokr_w2", "oft_R", "hra_u", "trainable_tokens_delta"]
+ADAPTERS = ["ia3_l", "lora_E", "hada_w1_a", "lokr_w2", "oft_R", "boft_R", "hra_u", "vera_lambda_b"]
+ADAPTERS += ["trainable_tokens_delta"]
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
