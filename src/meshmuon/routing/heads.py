@@ -90,8 +90,11 @@ def heads_of(model: nn.Module) -> dict[Tensor, str]:
     Returns:
         Weight → why it is taken for a head.
     """
-    by_size = dict.fromkeys(_heads_by_size(model), "the only nn.Linear shaped like the embedding")
-    return {**by_size, **dict.fromkeys(_stated_heads(model), "the model's output embeddings")}
+    heads = dict.fromkeys(_stated_heads(model), "the model's output embeddings")
+    by_size = _head_by_size(model)
+    if by_size is not None:
+        heads.setdefault(by_size, "the only nn.Linear shaped like the embedding")
+    return heads
 
 
 def _stated_heads(model: nn.Module) -> list[Tensor]:
@@ -110,8 +113,8 @@ def _stated_heads(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def _heads_by_size(model: nn.Module) -> list[Tensor]:
-    """The nn.Linear that alone has the shape of a vocabulary, if only smaller heads come after it, and all in no block.
+def _head_by_size(model: nn.Module) -> Tensor | None:
+    """The nn.Linear that alone has the shape of a vocabulary, if it is the last, or all after it are smaller heads.
 
     Alone: with a small vocabulary, the layers of every block may happen to have that shape too.
     """
@@ -120,13 +123,13 @@ def _heads_by_size(model: nn.Module) -> list[Tensor]:
     linears = [(name, weight) for name, module, weight in shaped if isinstance(module, nn.Linear) and _trains(weight)]
     vocabularies = {weight.shape for name, module, weight in shaped if is_embedding(module) and _is_vocabulary(name)}
     alike = Counter(weight.shape for _, weight in linears)
-    for after, (name, weight) in enumerate(reversed(linears)):
-        if weight.shape in vocabularies and alike[weight.shape] == 1:
-            behind = linears[len(linears) - after :]
-            in_blocks = after > 0 and any(NamePath.of(each).in_a_block for each, _ in ((name, weight), *behind))
-            smaller = all(other.shape[0] < weight.shape[0] for _, other in behind)
-            return [weight] if smaller and not in_blocks else []
-    return []
+    fitting = [i for i, (_, weight) in enumerate(linears) if weight.shape in vocabularies and alike[weight.shape] == 1]
+    if not fitting:
+        return None
+    (name, weight), *behind = linears[fitting[-1] :]
+    heads_alone = all(not NamePath.of(each).in_a_block for each in (name, *(other for other, _ in behind)))
+    smaller = all(other.shape[0] < weight.shape[0] for _, other in behind)
+    return weight if not behind or (heads_alone and smaller) else None
 
 
 def _trains(weight: Tensor) -> bool:
