@@ -80,8 +80,8 @@ class Homes:
     def left(self, trained: Iterable[Tensor]) -> list[str]:
         """Give the names of parameters that the model no longer has, as `follow` has found them; each once.
 
-        Their modules are gone, or hold a trained parameter of another shape: a layer was replaced or resized. Nothing
-        is amiss if the model has no other parameter that gets a gradient and nobody trains.
+        Nothing of their shape is where they were: a layer was replaced or resized. Nothing is amiss if the model has no
+        other parameter that gets a gradient and nobody trains.
 
         Args:
             trained: All parameters of the optimizer.
@@ -92,14 +92,13 @@ class Homes:
         present = set(model.parameters())
         if all(tensor.grad is None for tensor in present.difference(trained)):
             return []
-        homes = [
-            self._homes[old]
-            for old in self._astray
-            if old not in present and all(home.is_left_by(old) for home in self._homes[old])
-        ]
-        found = [first.name for first, *_ in homes if first.name not in self._left]
+        gone = [self._homes[old] for old in self._astray if old not in present and not self._has_successor(old)]
+        found = [first.name for first, *_ in gone if first.name not in self._left]
         self._left.update(found)
         return found
+
+    def _has_successor(self, old: Tensor) -> bool:
+        return any(home.tensor is not None and home.tensor.shape == old.shape for home in self._homes[old])
 
     def thawed(self) -> dict[str, Tensor]:
         """Give parameters that were frozen when the optimizer was made and have a gradient now; each once."""
@@ -123,13 +122,6 @@ class _Home(NamedTuple):
         """What lies there now."""
         module = self.module()
         return None if module is None else module._parameters.get(self.leaf)
-
-    def is_left_by(self, old: Tensor) -> bool:
-        """Whether a parameter that gets no gradient any more has no successor here."""
-        new = self.tensor
-        gone = self.module() is None
-        resized = new is not None and new.shape != old.shape and new.grad is not None
-        return old.grad is None and (gone or resized)
 
 
 def _is_in_use(new: Tensor, old: Tensor) -> bool:

@@ -62,3 +62,15 @@ def check_names(names: Iterable[Any], *, where: str) -> None:
         if name in seen:
             raise ValueError(message(where, found=f"two parameters called {name!r}", do="Give each its own name"))
         seen.add(name)
+
+
+def starred(name: str) -> str:
+    """Put a star for each number in a name: what parameters of the same kind have in common.
+
+    Args:
+        name: Of a parameter.
+
+    Returns:
+        Such as `layers.*.mlp.up.weight`, which is also a pattern for `overrides`.
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from meshmuon.errors import some
 from meshmuon.layout.heads import attention_layers
+from meshmuon.layout.names import starred
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.plan.assign import balance
 from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
@@ -102,14 +103,10 @@ def rows_of(parameters: Sequence[ParameterRecord]) -> list[Row]:
     grouped: dict[tuple[object, ...], list[ParameterRecord]] = {}
     for parameter in parameters:
         routing = parameter.routing
-        key = (routing.algorithm, _pattern(parameter.name), parameter.shape, routing.reason, routing.view)
+        key = (routing.algorithm, starred(parameter.name), parameter.shape, routing.reason, routing.view)
         grouped.setdefault(key, []).append(parameter)
     rows = [Row(str(key[1]), tuple(members)) for key, members in grouped.items()]
     return sorted(rows, key=lambda row: row.parameters[0].routing.algorithm, reverse=True)
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

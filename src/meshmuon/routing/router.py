@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,17 +19,8 @@ from meshmuon.layout.tensors import check_parameter
 from meshmuon.routing.candidates import Candidate
 from meshmuon.routing.heads import ends_of_heads, followed_layers, heads_of
 from meshmuon.routing.overrides import Choice, Choices, Overrides
-from meshmuon.routing.rules import RULES, is_uncut_stack
-
-_TWO_WAYS_OUT = (
-    'Say how it is a stack of matrices, overrides={"NAME": View(experts=True)} or View(flatten=True), '
-    'or send it to AdamW, overrides={"NAME": "adamw"}'
-)
-_EXPERTS_WAYS_OUT = (
-    'If these are experts, one below the other, say so: overrides={"NAME": View(split_rows=(rows of one,) * experts)}; '
-    'if it is one matrix: overrides={"NAME": "muon"}'
-)
-_WITH_THE_MODEL = "Pass the model: Muon(model) knows convolutions. Or by name: "
+from meshmuon.routing.rules import RULES
+from meshmuon.routing.unknown import what_to_do_about
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +255,7 @@ def _route(candidates: Sequence[Candidate], overrides: Overrides) -> list[Routed
         else:
             routed.append(RoutedTensor(candidate.tensor, routing))
     if unknown:
-        raise ValueError(_asked_for(unknown, [item.routing.name for item in routed]))
+        raise ValueError(what_to_do_about(unknown, [item.routing.name for item in routed]))
     chosen.check_all_matched([candidate.name for candidate in candidates])
     return routed
 
@@ -286,26 +275,3 @@ def _decide(candidate: Candidate, choice: Choice | None) -> Routing | None:
         view = proposed.view if proposed is not None else MatrixView()
         return Routing(candidate.name, "muon", "override", view)
     return proposed
-
-
-def _asked_for(unknown: Sequence[Candidate], known: Sequence[str]) -> str:
-    """Ask what to do about parameters that no rule is for: about all of them, so that one answer is enough."""
-    first = unknown[0]
-    found = f"{first.tensor.ndim}-D of shape {tuple(first.tensor.shape)}"
-    ways = []
-    for ways_out, kind in ((_TWO_WAYS_OUT, False), (_EXPERTS_WAYS_OUT, True)):
-        names = [candidate.name for candidate in unknown if is_uncut_stack(candidate) is kind]
-        pattern, *others = _patterns(names, known) or [""]
-        if pattern:
-            likewise = f". Likewise {some(map(repr, others), limit=20)}" if others else ""
-            ways.append(ways_out.replace("NAME", pattern) + likewise)
-    hint = _WITH_THE_MODEL if not first.modules and first.tensor.ndim > 2 else ""
-    return message(f"parameter {first.name!r}", found=found, do=hint + ". ".join(ways))
-
-
-def _patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Put a star for the numbers of names that differ in them alone, unless that would be the pattern of others too."""
-    starred = {name: ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
-    several = Counter(starred.values())
-    wide = {star for star in several if several[star] == 1 or fnmatch.filter(known, star)}
-    return list(dict.fromkeys(name if star in wide else star for name, star in starred.items()))

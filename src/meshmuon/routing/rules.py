@@ -157,11 +157,12 @@ def is_uncut_stack(c: Candidate) -> bool:
     Returns:
         Whether it is a bare parameter of "experts", none of which has a number.
     """
-    key = next((key for key in c.expert_keys if key in c.name.split(".")), None)
+    parts = c.name.split(".")
+    key = next((key for key in c.expert_keys if key in parts), None)
     if c.tensor.ndim != 2 or not c.is_bare or key is None or c.own_word in _ROUTERS:
         return False
-    *between, _ = c.name.split(".")[c.name.split(".").index(key) + 1 :] or [""]
-    return not any(character.isdigit() for part in between for character in part)
+    between = parts[parts.index(key) + 1 : -1]
+    return not any(character.isdigit() for character in "".join(between))
 
 
 RULES: tuple[Rule, ...] = (
