@@ -278,24 +278,38 @@ def drop(model: nn.Sequential, opt: Muon) -> None:
 
 
 def share(model: nn.Sequential, opt: Muon) -> None:
-    other = nn.Linear(16, 8)
+    other = nn.Linear(8, 8)
     other.weight, other.bias = model[2].weight, model[2].bias
     model[2] = other
 
 
 def freeze(model: nn.Sequential, opt: Muon) -> None:
-    model[2] = nn.Linear(16, 8).requires_grad_(False)
+    model[2] = nn.Linear(8, 8).requires_grad_(False)
 
 
 def follow_the_advice(model: nn.Sequential, opt: Muon) -> None:
-    model[2] = nn.Linear(16, 30)
+    model[2] = nn.Linear(8, 8)
     opt.add_param_group({"params": [("new", model[2].weight)], "algorithm": "muon"})
     opt.add_param_group({"params": [("new bias", model[2].bias)], "algorithm": "adamw"})
 
 
-@pytest.mark.parametrize("change", [drop, share, freeze, follow_the_advice])
+def grow_beside(change: Callable[..., None]) -> Callable[..., None]:
+    """At the same time a layer is added, which nobody trains: that is no reason to call others lost."""
+
+    def both(model: nn.Sequential, opt: Muon) -> None:
+        change(model, opt)
+        model.append(nn.Linear(8, 4))
+
+    return both
+
+
+def tie(model: nn.Sequential, opt: Muon) -> None:
+    model[2].weight = model[3].weight
+
+
+@pytest.mark.parametrize("change", [drop, share, freeze, follow_the_advice, grow_beside(share), grow_beside(tie)])
 def test_a_layer_is_said_to_be_lost_though_nothing_is_left_untrained(change: Callable[..., None]) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     opt = Muon(model)
     change(model, opt)
     model(torch.ones(2, 8)).sum().backward()

@@ -371,6 +371,8 @@ def test_an_error_names_one_parameter_at_a_time():
     inner = nn.ModuleList([Holder(q=parameter(8, 2, 4), mlp=Holder(q=parameter(8, 8))) for _ in range(2)])
     with pytest.raises(ValueError, match=r"\"layer.0.q\".*'layer.1.q'"):  # the star would be for the others, too
         Muon(Holder(layer=inner))
+    with pytest.raises(ValueError, match=r"overrides=\{\"layer.0.r\""):  # one alone is called by its name
+        Muon(Holder(layer=layers[:1]), overrides={"*.q": "adamw"})
     view = View(flatten=True)
     assert set(routes(Muon(model, overrides={"layer.*.q": view, "layer.*.r": "adamw"})).values()) == {"muon", "adamw"}
 
