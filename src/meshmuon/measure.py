@@ -188,7 +188,9 @@ class Measurement:
                 parts.setdefault(f"{algorithm}.{record.group}", []).append(record)
         sums = self._sums_of(records)
         found = {
-            "dead": float((sums[:, _MOMENTUM] == 0).sum()),
+            "dead": float(
+                sum(not total for r, total in zip(records, sums[:, _MOMENTUM].tolist(), strict=True) if r.numel)
+            ),
             "non_finite": float((~sums[:, :_ERROR].isfinite().all(dim=1)).sum()),
         }
         for name, part in parts.items():

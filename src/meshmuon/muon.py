@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -283,9 +282,7 @@ class Muon(Optimizer):
 
         Under `grad_sync` it is put together from its owners: every rank must call, and gets the whole of it.
         """
-        ready = self._ready()
-        ready.peers.refuse_if_broken()
-        with ready.peers.together() if ready.owned is not None else nullcontext(), ready.whole_state_in(self.state):
+        with self._ready().whole_state_in(self.state):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -353,6 +350,7 @@ class Muon(Optimizer):
             its number (`muon.0/...`): `weight_rms`; `update_rms` of a step at the present lr, without weight decay;
             `update_ratio` of the two; `momentum_norm`; and for Muon `orthogonality_error`, the root mean square of
             |X·Xᵀ - I| / sqrt(m), without matrices on the Gram route.
+            Under "l2" decay the directions are those at the weights as they are now, not as they were.
             For all: `dead`, parameters that have no momentum at all; `non_finite`, those that hold a NaN or inf; and of
             this rank, `bytes_sent` and `exchanges` (all-to-alls) of a step.
             Counted since this object was made: `steps`, skipped ones included; `skipped_non_finite` and
@@ -361,7 +359,7 @@ class Muon(Optimizer):
         """
         ready = self._ready()
         with ready.peers.together(), plain_arithmetic():
-            ready.peers.meet()
+            ready.peers.gather_round()
             if ready.owned is not None:
                 ready.owned.catch_up(ready.contributions.together)
             measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last_unscale).take()
@@ -379,8 +377,7 @@ class Muon(Optimizer):
         return copied
 
     def _everything(self) -> dict[str, Any]:
-        ready = self._ready()
-        with ready.whole_state_in(self.state):  # under grad_sync it is with its owners
+        with self._ready().whole_state_in(self.state):  # under grad_sync it is with its owners
             ours = {name: self.__dict__[name] for name in _OURS}
             return {**super().__getstate__(), **ours, "state": copy.copy(self.state)}
 

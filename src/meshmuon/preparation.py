@@ -68,16 +68,22 @@ class Ready:
 
         Args:
             state: The optimizer's state; filled, and emptied again.
+
+        Raises:
+            BrokenOptimizerError: If a step ended in the middle: the state may be half of one step, half of another's.
         """
+        self.peers.refuse_if_broken()
         if self.owned is None:
             yield
             return
-        self.owned.catch_up(self.contributions.together)
-        state.update(self.owned.whole(self.contributions.together))
-        try:
-            yield
-        finally:
-            leave_empty_(state)
+        with self.peers.together():
+            self.peers.gather_round()
+            self.owned.catch_up(self.contributions.together)
+            state.update(self.owned.whole(self.contributions.together))
+            try:
+                yield
+            finally:
+                leave_empty_(state)
 
 
 def leave_empty_(state: State) -> None:
@@ -136,6 +142,8 @@ class Preparation:
             before = state.pop(old, None)
             if keeps_state and before is not None:  # else momentum starts anew: the old one lies otherwise
                 state[new] = before
+                if self._ready is not None and self._ready.owned is not None:
+                    self._ready.owned.replace_parameter(old, new)
             replace_parameter_(param_groups, old, new)
         self._tell_of_thawed(param_groups)
         self._tell_of_left(param_groups)
@@ -143,13 +151,21 @@ class Preparation:
             # Together, once nothing can fail any more.
             self._ready, self._snapshot = self._made_anew(param_groups, state), Snapshot.of(param_groups)
             self._state_is_new = False
-        elif not self._snapshot.has_words_of(param_groups):
+        elif not self._snapshot.is_as_checked(param_groups):
             # No new plan: all ranks would have to make one, and on a GPU those that edited nothing would not know.
             recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
             self._snapshot = Snapshot.of(param_groups)
-        if self._ready.owned is None and lacks_state(state, param_groups):
-            complete_state_(state, param_groups, on_host=self.on_host)
+        self._begin_anew_without_state(self._ready, param_groups, state)
         return self._ready
+
+    def _begin_anew_without_state(self, ready: Ready, param_groups: Groupings, state: State) -> None:
+        """See to parameters whose state somebody has taken away."""
+        if ready.owned is None:
+            if lacks_state(state, param_groups):
+                complete_state_(state, param_groups, on_host=self.on_host)
+        elif gone := [param for group in param_groups for param in group["params"] if param not in state]:
+            ready.owned.forget(gone)
+            state.update({param: {} for param in gone})
 
     def _made_anew(self, param_groups: Groupings, state: State) -> Ready:
         """A plan, what carries it out, and state for every parameter."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import Muon
+from meshmuon.runtime.synced import SyncedStep
+from meshmuon.step import Step
 from tests.distributed.fault_scenarios import (
     SETTINGS,
     TABLE,
@@ -157,3 +161,147 @@ def replan_alone():
             tensor.grad = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed + len(name)))
         opt.step()
     return {name: tensor.detach().clone() for name, (tensor, _) in params.items()}
+
+
+def _kinds(kind):
+    return {"ddp": {"process_group": dist.group.WORLD}, "sync": {"grad_sync": "optimizer"}}.get(kind, {})
+
+
+def _named(seed, kind, prefix):
+    made = {f"{prefix}.{i}": torch.randn(8, 12, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if kind == "fsdp" else None
+    return {
+        name: nn.Parameter(tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)]))
+        for name, tensor in made.items()
+    }
+
+
+def _give(params, seed):
+    for number, param in enumerate(params):
+        full = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * seed + number))
+        held = getattr(param, "device_mesh", None)
+        param.grad = full if held is None else distribute_tensor(full, held, param.placements)
+
+
+def in_another_order(kind, swapped):
+    """Two optimizers of equal shapes, which rank 1 steps the other way round: what is raised, and what has changed."""
+    sides = [_named(0, kind, "generator"), _named(10, kind, "discriminator")]
+    opts = [Muon(params.items(), **_kinds(kind)) for params in sides]
+    for seed in range(2):
+        for params, opt in zip(sides, opts, strict=True):
+            _give(params.values(), seed)
+            opt.step()
+    for params in sides:
+        _give(params.values(), 2)
+    order = opts[::-1] if swapped and dist.get_rank() == 1 else opts
+    params = {name: param for side in sides for name, param in side.items()}
+    before = {name: whole(param.detach()).clone() for name, param in params.items()}
+    record = attempt(lambda: [opt.step() for opt in order])
+    record["changed"] = [name for name, param in params.items() if not torch.equal(whole(param.detach()), before[name])]
+    return record
+
+
+def _model(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8))
+    return fully_shard(model) if kind == "fsdp" else model
+
+
+def _trained(model, opt, seeds):
+    for seed in seeds:
+        _give(model.parameters(), seed)
+        opt.step()
+
+
+def _everything_of(model, opt):
+    found = {name: whole(param.detach()) for name, param in model.named_parameters()}
+    saved = opt.state_dict()
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    for name, state in zip(names, saved["state"].values(), strict=True):
+        found.update({f"{name}.{key}": whole(value) for key, value in state.items()})
+    return found
+
+
+def assigned(kind, assign):
+    """Three steps with `load_state_dict(assign=True)` in between, or without."""
+    model = _model(kind)
+    opt = Muon(model, **_kinds(kind))
+    _trained(model, opt, [0, 1])
+    if assign:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    _trained(model, opt, [2, 3])
+    return _everything_of(model, opt)
+
+
+def cleared(kind, how):
+    """Two steps, `opt.state.clear()`, or another optimizer, or neither, and two more."""
+    model = _model(kind)
+    opt = Muon(model, **_kinds(kind))
+    _trained(model, opt, [0, 1])
+    if how == "cleared":
+        opt.state.clear()
+    elif how == "another":
+        opt = Muon(model, **_kinds(kind))
+    _trained(model, opt, [2, 3])
+    return _everything_of(model, opt)
+
+
+def another_algorithm(kind, way):
+    """A parameter that changes from one algorithm to the other between two steps."""
+    before, after = ("muon", "adamw") if way == "to adamw" else ("adamw", "muon")
+    params = {name: nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))) for name in ("a", "b")}
+    groups = [{"params": list(params.items()), "algorithm": before}]
+    opt = Muon(groups, allow_no_muon=True, **_kinds(kind))
+    for step in range(4):
+        if step == 2:
+            for key in ("params", "param_names"):
+                opt.param_groups[0][key].pop()
+            opt.add_param_group({"params": [("b", params["b"])], "algorithm": after})
+        _give(params.values(), step)
+        opt.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def copy_of_a_broken_one(kind):
+    """All ranks fail in the middle of a step: what a copy, and what is saved, say afterwards."""
+    model = _model(kind)
+    opt = Muon(model, **_kinds(kind))
+    _trained(model, opt, [0])
+    _give(model.parameters(), 1)
+    where = SyncedStep if kind == "sync" else Step
+    with mock.patch.object(where, "take", side_effect=MemoryError("in the middle")):
+        failed = attempt(opt.step)["error"]
+    return failed, attempt(lambda: copy.deepcopy(opt)), attempt(opt.state_dict)
+
+
+def save_after_an_edit_on_one_rank(way):
+    """Under grad_sync, all ranks ask for the state, and one of them has made its plan anew."""
+    model = _model("sync")
+    opt = Muon(model, grad_sync="optimizer")
+    _trained(model, opt, [0])
+    group = opt.param_groups[0]
+    edits = dist.get_rank() == 0
+    if edits:
+        group["ns_steps"] += 1
+        if way == "and back":
+            assert opt.plan
+            group["ns_steps"] -= 1
+    ask = {"metrics": opt.metrics, "copy": lambda: copy.deepcopy(opt)}.get(way, opt.state_dict)
+    record = attempt(ask)
+    if edits and way != "and back":
+        group["ns_steps"] -= 1
+    _trained(model, opt, [1, 2])
+    return record, _everything_of(model, opt)
+
+
+def offloaded_twice():
+    """Whether a second `offload_state()` leaves what is on the host where it is."""
+    model = _model("sync")
+    opt = Muon(model, grad_sync="optimizer")
+    _trained(model, opt, [0])
+    places = []
+    for _ in range(2):
+        opt.offload_state()
+        owned = opt._ready().owned
+        places.append([owned.momentum(matrix).data_ptr() for matrix in owned.matrices()])
+    return places

@@ -262,3 +262,38 @@ def test_ranks_meet_an_answer_at_the_same_step_and_one_alone_never_waits(alone, 
     agreement._collect_due(alone=alone)
     assert [report.step for report in agreement._on_their_way] == left
     assert [step for step, event in events.items() if not event.waited] == left
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_inf_in_a_narrow_gradient_of_an_fp64_parameter_is_noticed(algorithm):
+    """Its limit, of fp64, was inf among limits of fp32: and inf is not larger than inf."""
+    param = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+    param.grad_dtype = torch.float32
+    opt = Muon([{"params": [param], "algorithm": algorithm}], allow_no_muon=True)
+    param.grad = torch.full((4, 6), float("inf"), dtype=torch.float32)
+    with pytest.warns(NonFiniteGradientWarning, match="inf"):
+        opt.step()
+    assert torch.equal(param.detach(), torch.ones(4, 6, dtype=torch.float64))
+    assert not any(value.any() for value in opt.state[param].values())
+    param.grad = torch.full((4, 6), 1e30, dtype=torch.float32)
+    opt.step()
+    assert param.isfinite().all() and (param != 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scaled_gradient_that_its_parameters_dtype_cannot_hold_is_unscaled_first(dtype):
+    """65536 is inf in fp16; what is left of it without GradScaler's factor is 1."""
+    pair = [nn.Parameter(torch.ones(4, 6, dtype=dtype)) for _ in range(2)]
+    grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    opts = [Muon([{"params": [param], "algorithm": "adamw"}], lr=0.1, allow_no_muon=True) for param in pair]
+    for param, opt, scale in zip(pair, opts, (65536.0, None), strict=True):
+        param.grad_dtype = torch.float32
+        for _ in range(3):
+            param.grad = grad * (scale or 1.0)
+            if scale is not None:
+                opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(0.0)
+            opt.step()
+    assert torch.equal(*(param.detach() for param in pair))
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(*(opt.state[param][key] for param, opt in zip(pair, opts, strict=True)))
+    assert (pair[0] != 1).all()

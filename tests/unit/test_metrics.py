@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.distributed import scenarios
+from torch import nn
 
 from meshmuon import Muon, View, scale_factor
 
@@ -145,3 +146,12 @@ def test_tiny_and_large_numbers_are_neither_dead_nor_broken(size):
     assert (found["dead"], found["non_finite"]) == (0.0, 0.0)
     expected = opt.state[model.weight]["momentum_buffer"].double().norm().item()
     assert found["muon/momentum_norm"] == pytest.approx(expected)
+
+
+def test_empty_parameters_are_not_dead():
+    full, empty = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(0, 4))
+    opt = Muon([("full", full), ("empty", empty)])
+    assert opt.metrics()["dead"] == 1
+    full.grad, empty.grad = torch.eye(4), torch.ones(0, 4)
+    opt.step()
+    assert opt.metrics()["dead"] == 0

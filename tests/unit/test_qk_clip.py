@@ -441,3 +441,32 @@ def test_other_biases_are_not_named(harmless):
 def test_a_bias_that_is_not_scaled_along_is_named():
     with pytest.warns(UserWarning, match=r"'attn.q_bias' is not scaled along"):
         Muon(Biased(q_bias=True), qk_clip=QKClip(threshold=10.0, **BIASED))
+
+
+class StoredTurned(nn.Module):
+    """A linear layer whose weight is (in, out), as in GPT-2. Square: its shape does not tell."""
+
+    nf = 8
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+StoredTurned.__name__ = "Conv1D"
+
+
+@pytest.mark.parametrize("overrides", [None, {"*.weight": "adamw"}], ids=["muon", "adamw"])
+def test_weights_stored_the_other_way_round_are_scaled_by_columns_whatever_trains_them(overrides):
+    model = nn.ModuleDict({"q": StoredTurned(), "k": StoredTurned()})
+    before = {name: module.weight.detach().clone() for name, module in model.items()}
+    layers = nn.ModuleDict({"0": model})
+    clip = QKClip(threshold=10.0, head_dim=4, q="{layer}.q.weight", k="{layer}.k.weight")
+    opt = Muon(layers, lr=0.0, qk_clip=clip, overrides=overrides, allow_no_muon=True)
+    for module in model.values():
+        module.weight.grad = torch.ones(8, 8)
+    opt.step(qk_logits={"0": torch.tensor([40.0, 5.0])})
+    for name, module in model.items():
+        ratio = module.weight.detach() / before[name]
+        torch.testing.assert_close(ratio[:, :4], torch.full((8, 4), 0.5))
+        assert (ratio[:, 4:] == 1).all()

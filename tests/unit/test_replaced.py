@@ -1,6 +1,7 @@
 """What happens to an optimizer when its parameters, its state or its groups are changed under it, on one process."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,13 @@ def test_state_that_was_taken_away_begins_anew(how: str) -> None:
 
 
 EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "an lr that is none": ({"lr": math.nan}, r"param_groups\[0\]\['lr'\]: nan"),
+    "an lr below zero": ({"lr": -1.0}, r"param_groups\[0\]\['lr'\]: -1"),
+    "an lr in words": ({"lr": "fast"}, r"param_groups\[0\]\['lr'\]"),
+    "an infinite decay": ({"weight_decay": math.inf}, r"param_groups\[0\]\['weight_decay'\]: inf"),
+    "too much momentum": ({"momentum": 1.5}, r"param_groups\[0\]\['momentum'\]: 1.5"),
+    "a factor that is none": ({"extra_scale_factor": math.nan}, r"param_groups\[0\]\['extra_scale_factor'\]: nan"),
+    "a switch in words": ({"nesterov": "yes"}, r"param_groups\[0\]\['nesterov'\]"),
     "a misspelt decay": ({"weight_decay_mode": "cautios"}, r"param_groups\[0\]\['weight_decay_mode'\]"),
     "a misspelt rule": ({"adjust_lr_fn": "spectrl"}, r"param_groups\[0\]\['adjust_lr_fn'\]"),
     "a view that is none": ({"view": 3}, r"param_groups\[0\]\['view'\]"),

@@ -130,26 +130,26 @@ class Agreement:
         ours = status(watched, bad, overflow, settings=peers.settings_hashes(), unshared=peers.unshared)
         told = Told.of(peers.combine(ours))
         # What one mesh has learned must stop the others as well.
-        any_bad, any_torn, any_refused, any_overflow, any_new_plan, any_differing, any_odd = peers.anywhere(told)
-        torn, refused = told.torn, told.refused
+        alarms = peers.anywhere(told)
+        torn, any_torn = told.torn, alarms.torn
         if _is_host(device):
-            if any_new_plan or any_differing:
+            if alarms.new_plan or alarms.differing:
                 peers.meet(again=True)  # names what differs
                 return self._report(watched, peers, found_inf=found_inf, unscale=unscale, device=device, fused=fused)
-            if any_refused:
-                self._raise_refusal(watched, refused)
+            if alarms.refused:
+                self._raise_refusal(watched, told.refused)
         else:  # nothing is written, and it is reported with the others when the answer has arrived
-            torn, any_torn = torn | refused, any_torn | any_refused
+            torn, any_torn = torn | told.refused, any_torn | alarms.refused
         return Report(
             self._steps,
             names,
-            torch.cat([told.bad, any_bad]),
+            torch.cat([told.bad, alarms.bad]),
             torch.cat([torn, any_torn]),
-            torch.cat([told.differing, any_differing]),
-            any_overflow[0].float(),
+            torch.cat([told.differing, alarms.differing]),
+            alarms.overflow[0].float(),
             present=told.present,
             refusal=next((w.refused for w in watched if w.refused is not None), None),
-            laid_anew=any_odd[0],
+            laid_anew=alarms.odd[0],
         )
 
     def _raise_refusal(self, watched: Sequence[Watched], refused: Tensor) -> None:
@@ -205,8 +205,8 @@ class Agreement:
     def _account(self, report: Report, watched: Sequence[Watched] | None = None, peers: Peers | None = None) -> bool:
         """Count a step that was decided, tell the user where that is due, and say whether it happened."""
         if odd := report.named(report.differing):
-            found = f"not the same hyper-parameters on all ranks for {some(odd)}"
-            do = "Nothing was changed. Set lr and all else alike on every rank"
+            found = f"not the same hyper-parameters, or not the same optimizer, on all ranks for {some(odd)}"
+            do = "Nothing was changed. Set lr and all else alike on every rank, and step optimizers in the same order"
             raise PlanMismatchError(message(f"step {report.step}", found=found, do=do))
         if torn := report.named(report.torn):
             text = self._torn_message(report.step, torn, watched, peers)

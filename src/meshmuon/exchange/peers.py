@@ -13,7 +13,7 @@ from torch import Tensor
 from meshmuon.errors import BrokenOptimizerError, PlanMismatchError, message, some
 from meshmuon.exchange.groups import Groups
 from meshmuon.exchange.health import Health
-from meshmuon.exchange.status import Row, Told
+from meshmuon.exchange.status import Alarms, Row, Told
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.fingerprint import digest, fingerprint, team_fingerprints
 
@@ -75,9 +75,13 @@ class Peers:
         return {digest([str(ranks), *shared]).hex()[:16]: ranks for ranks, shared in names.items()}
 
     def settings_hashes(self) -> list[int]:
-        """Give a number for each parameter that changes with any hyper-parameter of its group."""
-        hashes = [zlib.crc32(words.encode()) >> 1 for words in self._settings()]
-        return [hashes[parameter.group] for parameter in self._plan.parameters]
+        """Give a number for each parameter that changes with its name, and with any hyper-parameter of its group.
+
+        With its name: two optimizers of equal shapes, stepped in another order on some rank, would exchange each
+        other's matrices.
+        """
+        groups = [zlib.crc32(words.encode()) for words in self._settings()]
+        return [zlib.crc32(each.name.encode(), groups[each.group]) >> 1 for each in self._plan.parameters]
 
     def meet(self, *, again: bool = False) -> None:
         """Make the process groups; prove that all peers have the same plan, and replicas the same numbers. Once.
@@ -105,6 +109,19 @@ class Peers:
                 self._compare(team, lines)
         self._before, self._met = None, True
         self._compare_values()
+
+    def gather_round(self) -> None:
+        """Begin something other than a step that all peers begin: those who have met may have to meet again.
+
+        Raises:
+            PlanMismatchError: As `meet` does, if a peer has made a plan anew.
+        """
+        if not self._met or self.alone:
+            self.meet()
+            return
+        nothing = torch.zeros(len(Row), len(self._plan.parameters), dtype=torch.int32, device=self.device)
+        if self._tell(nothing).new_plan:
+            self.meet(again=True)
 
     def _connected(self) -> Ranks:
         """All ranks that several meshes connect with this one, through ranks they share; nobody for one mesh."""
@@ -149,7 +166,11 @@ class Peers:
             return
         status = torch.zeros(len(Row), len(self._plan.parameters), dtype=torch.int32, device=self.device)
         status[Row.NEW_PLAN] = 1
-        self.anywhere(Told.of(self.combine(status)))
+        self._tell(status)
+
+    def _tell(self, status: Tensor) -> Alarms:
+        """Tell peers something in the words they expect at the start of a step, and hear what they tell."""
+        return self.anywhere(Told.of(self.combine(status)))
 
     @property
     def device(self) -> torch.device:
@@ -181,7 +202,7 @@ class Peers:
                 columns[i] = column
         return torch.stack(columns, dim=1)
 
-    def anywhere(self, told: Told) -> Sequence[Tensor]:
+    def anywhere(self, told: Told) -> Alarms:
         """Tell for each of `Told.alarms` whether it is true of anything on any connected rank.
 
         Args:
@@ -193,7 +214,7 @@ class Peers:
         flags = torch.stack([row.any() for row in told.alarms]).to(torch.int32)
         if self._everyone:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups[self._everyone])
-        return flags.bool().split(1)
+        return Alarms(*flags.bool().split(1))
 
     def largest(self, ranks: Ranks, numbers: Tensor) -> Tensor:
         """Take the element-wise maximum over the ranks of a mesh. Every one of them must ask.

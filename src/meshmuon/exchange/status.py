@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,28 @@ class Row(IntEnum):
     MINUS_SETTINGS = 11  # the largest of -h is minus the least of h: the two tell whether all have the same h
 
 
+class Alarms(NamedTuple):
+    """What must stop ranks of other meshes as well: bools, for each parameter or for anything anywhere.
+
+    Attributes:
+        bad: A gradient is not usable.
+        torn: Some ranks have a gradient, and some have none.
+        refused: A rank cannot take a gradient at all, or has it laid out otherwise than others.
+        overflow: GradScaler saw inf.
+        new_plan: A rank has made its plan anew.
+        differing: Ranks have other hyper-parameters.
+        odd: A gradient is not laid out like its parameter.
+    """
+
+    bad: Tensor
+    torn: Tensor
+    refused: Tensor
+    overflow: Tensor
+    new_plan: Tensor
+    differing: Tensor
+    odd: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """What the ranks of a mesh have told each other, for each parameter.
@@ -44,8 +67,7 @@ class Told:
         refused: Whether a rank cannot take the gradient at all, or has it laid out otherwise than others.
         differing: Whether ranks have other hyper-parameters.
         present: Whether any rank has a gradient.
-        alarms: What must stop other meshes as well: a row each of bad, torn, refused, GradScaler's overflow, a new
-            plan, differing, and of gradients that are not laid out like their parameters.
+        alarms: What must stop other meshes as well; those of parameters that a rank shares with nobody among them.
     """
 
     bad: Tensor
@@ -53,7 +75,7 @@ class Told:
     refused: Tensor
     differing: Tensor
     present: Tensor
-    alarms: tuple[Tensor, ...]
+    alarms: Alarms
 
     @classmethod
     def of(cls, rows: Tensor) -> Told:
@@ -65,12 +87,21 @@ class Told:
         Returns:
             What they mean.
         """
-        bad, absent, present, refused, overflow, new_plan, own_bad, own_refused = rows[: Row.PLACED].bool()
+        true = rows[: Row.PLACED].bool()
+        bad, present = true[Row.BAD], true[Row.PRESENT]
         differing = rows[Row.SETTINGS] != -rows[Row.MINUS_SETTINGS]
-        refused = refused | (present & (rows[Row.PLACED] != -rows[Row.MINUS_PLACED]))  # each rank lays it out otherwise
-        torn = absent & present & ~refused
-        odd = rows[Row.PLACED] > number_of("")
-        alarms = (bad | own_bad, torn, refused | own_refused, overflow, new_plan, differing, odd)
+        laid_otherwise = present & (rows[Row.PLACED] != -rows[Row.MINUS_PLACED])
+        refused = true[Row.REFUSED] | laid_otherwise
+        torn = true[Row.ABSENT] & present & ~refused
+        alarms = Alarms(
+            bad=bad | true[Row.OWN_BAD],
+            torn=torn,
+            refused=refused | true[Row.OWN_REFUSED],
+            overflow=true[Row.OVERFLOW],
+            new_plan=true[Row.NEW_PLAN],
+            differing=differing,
+            odd=rows[Row.PLACED] > number_of(""),
+        )
         return cls(bad, torn, refused, differing, present, alarms)
 
 
@@ -115,9 +146,12 @@ class Limits:
             One number each, fp64 if a gradient is.
         """
         largest = [w.largest for w in watched]
-        dtype = torch.float64 if any(w.grad is not None and w.grad.dtype == torch.float64 for w in watched) else None
+        wide = any(w.grad is not None and w.grad.dtype == torch.float64 for w in watched)
+        dtype = torch.float64 if wide else torch.float32
         if (device, dtype, largest) != self._known[:3]:
-            self._known = (device, dtype, largest, _on(device, largest, dtype or torch.float32))
+            # An fp64 parameter's limit would be inf in fp32, and inf no larger than it.
+            finite = [min(limit, torch.finfo(dtype).max) for limit in largest]
+            self._known = (device, dtype, largest, _on(device, finite, dtype))
         return self._known[3]
 
 
@@ -198,23 +232,28 @@ def status(
         int32, one row for each `Row`.
     """
     own_refused = any(w.refused is not None and own for w, own in zip(watched, unshared, strict=True))
-    known = [
-        [w.shared and w.grad is None and not w.may_lack for w in watched],
-        [w.shared and w.grad is not None for w in watched],
-        [w.refused is not None for w in watched],
-        [False] * len(watched),
-        unshared,
-        [own_refused] * len(watched),
-        placed := [0 if w.grad is None else number_of(w.placed) for w in watched],
-        settings,
-        [-h or -_LARGEST for h in placed],
-        [-h for h in settings],
-    ]
-    host = torch.tensor(known, dtype=torch.int32, device="cpu", pin_memory=bad.is_cuda)
-    absent, present, refused, new_plan, own, *others = host.to(bad.device, non_blocking=True)
-    own_bad = (bad & own.bool()).any().to(torch.int32).expand(len(watched))
-    scaled = torch.zeros_like(absent) if overflow is None else overflow.ne(0).expand(len(watched)).to(torch.int32)
-    return torch.stack([bad.to(torch.int32), absent, present, refused, scaled, new_plan, own_bad, *others])
+    placed = [0 if w.grad is None else number_of(w.placed) for w in watched]
+    known: dict[Row, Sequence[int]] = {
+        Row.ABSENT: [w.shared and w.grad is None and not w.may_lack for w in watched],
+        Row.PRESENT: [w.shared and w.grad is not None for w in watched],
+        Row.REFUSED: [w.refused is not None for w in watched],
+        Row.OWN_BAD: unshared,  # to be asked on the device whether these are
+        Row.OWN_REFUSED: [own_refused] * len(watched),
+        Row.PLACED: placed,
+        Row.SETTINGS: settings,
+        Row.MINUS_PLACED: [-h or -_LARGEST for h in placed],
+        Row.MINUS_SETTINGS: [-h for h in settings],
+    }
+    nothing = [0] * len(watched)
+    host = torch.tensor(
+        [known.get(row, nothing) for row in Row], dtype=torch.int32, device="cpu", pin_memory=bad.is_cuda
+    )
+    rows = host.to(bad.device, non_blocking=True)
+    rows[Row.BAD] = bad
+    rows[Row.OWN_BAD] = (bad & rows[Row.OWN_BAD].bool()).any()
+    if overflow is not None:
+        rows[Row.OVERFLOW] = overflow.ne(0)
+    return rows
 
 
 @functools.cache

@@ -211,10 +211,11 @@ def group_records(
     records = []
     for index, group in enumerate(param_groups):
         names = group.get("param_names") or [_unnamed(index, i) for i in range(len(group["params"]))]
-        view = MatrixView.of(group.get("view"))
         for position, (name, tensor) in enumerate(zip(names, group["params"], strict=True)):
             check_parameter(name, tensor)
             known = routings.get(name, Routing(name, group["algorithm"], f"its group says {group['algorithm']}"))
+            # AdamW's groups have no views; how a weight is stored still matters to QK-clip.
+            view = known.view if group["algorithm"] == "adamw" else MatrixView.of(group.get("view"))
             routing = replace(known, algorithm=group["algorithm"], view=view)
             layout = layouts.layout_of(name, tensor)
             records.append(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshmuon.layout.mesh import lies_like
 from meshmuon.layout.names import normalise_names
 
 
@@ -53,7 +54,7 @@ class Homes:
                     self._frozen.setdefault(home.name, home)
 
     def follow(self) -> Iterator[Moved]:
-        """Find parameters that were replaced by a version of themselves: on more mesh axes, or plain and in use.
+        """Find parameters that were replaced by a version of themselves: on more mesh axes, or on as many and in use.
 
         The other direction is not a replacement: between forward and backward FSDP2 shows whole parameters for a while.
         Nor is a tie that is made or undone: then one of the tensors is that of another home, or still in its own.
@@ -69,13 +70,10 @@ class Homes:
             if new is None or new.shape != old.shape or new in self._homes:
                 self._astray.append(old)
                 continue
-            in_use = _is_in_use(new, old)
-            if not in_use and _mesh_axes(new) <= _mesh_axes(old):
-                continue
-            if any(home.tensor is old for home in homes):
+            if not _stands_for(new, old) or any(home.tensor is old for home in homes):
                 continue
             self._homes[new] = self._homes.pop(old)
-            yield Moved(old, new, keeps_state=in_use and not old.is_meta)
+            yield Moved(old, new, keeps_state=lies_like(new, old) and not old.is_meta)
 
     def left(self, trained: Iterable[Tensor]) -> list[str]:
         """Give the names of parameters that the model no longer has, as `follow` has found them; each once.
@@ -124,9 +122,10 @@ class _Home(NamedTuple):
         return None if module is None else module._parameters.get(self.leaf)
 
 
-def _is_in_use(new: Tensor, old: Tensor) -> bool:
-    """Whether a plain tensor stands for another plain one, and is trained: the weights of an average, say, are not."""
-    return not _mesh_axes(new) and not _mesh_axes(old) and new.grad is not None
+def _stands_for(new: Tensor, old: Tensor) -> bool:
+    """Whether a tensor was put in another's place to be trained; the weights of an average, say, get no gradients."""
+    more_axes = _mesh_axes(new) - _mesh_axes(old)
+    return more_axes > 0 or (more_axes == 0 and new.grad is not None)
 
 
 def _mesh_axes(tensor: Tensor) -> int:

@@ -41,7 +41,8 @@ class OwnedState:
         on_host: bool = False,
     ) -> None:
         self.plan = plan
-        self._before = before
+        # One that has not caught up itself has nothing of its own yet.
+        self._before = before if before is None or before._before is None else before._before
         # Records say where a tensor stood when the plan was made; a user may have edited the groups since.
         self._params = {_place(record): parameter_of(param_groups, record) for record in plan.parameters}
         self._dtypes = {
@@ -101,10 +102,38 @@ class OwnedState:
         self._momentum, self._moments = momentum, moments  # all of it, or, where memory is lacking, nothing
 
     def _moved(self, value: Tensor, record: ParameterRecord, *, on_host: bool) -> Tensor:
-        device = self._parameter(record).device
-        if on_host:
-            return zeros_like(value, on_host=True).copy_(value)
-        return value.to(device)
+        device = torch.device("cpu") if on_host else self._parameter(record).device
+        if value.device == device:  # what is pinned stays pinned
+            return value
+        return zeros_like(value, on_host=True).copy_(value) if on_host else value.to(device)
+
+    def forget(self, params: Sequence[Tensor]) -> None:
+        """Begin anew for some parameters.
+
+        Args:
+            params: Which; those that are not here are passed over.
+        """
+        gone = set(params)
+        for matrix in self.matrices():
+            if self._parameter(matrix.parameter) in gone:
+                self.momentum(matrix).zero_()
+        for stretch in self.stretches():
+            if self._parameter(stretch.parameter) in gone:
+                for value in self.moments(stretch).values():
+                    value.zero_()
+        if self._before is not None:
+            self._before.forget(params)
+
+    def replace_parameter(self, old: Tensor, new: Tensor) -> None:
+        """Go on with another tensor in a parameter's place, which has the same state.
+
+        Args:
+            old: The tensor that was replaced.
+            new: What stands there now.
+        """
+        self._params = {place: new if param is old else param for place, param in self._params.items()}
+        if self._before is not None:
+            self._before.replace_parameter(old, new)
 
     def loads(self) -> list[Load]:
         """Give what a step needs of it at one time, in order."""
@@ -133,9 +162,11 @@ class OwnedState:
             together: Puts together what ranks have.
         """
         before, self._before = self._before, None
-        if before is not None:
-            before.catch_up(together)
-            self.take(before.whole(together))
+        if before is None:
+            return
+        # A rank that alone made its plan anew, and has the others' again, must not wait: they have no `before`.
+        same_owners = _owners(before.plan) == _owners(self.plan)
+        self.take(before._scattered() if same_owners else before.whole(together))
 
     def whole(self, together: Together) -> WholeState:
         """Give the whole state of every parameter, in torch's form. Every rank must ask.
@@ -183,19 +214,31 @@ class OwnedState:
         """Take this rank's part of a whole state.
 
         Args:
-            whole: Parameter → its state; parameters without any keep what they have.
+            whole: Parameter → its state. Those without any, or with another algorithm's, keep what they have.
         """
         for matrix in self.matrices():
-            state = whole.get(self._parameter(matrix.parameter))
-            if state:
+            state = whole.get(self._parameter(matrix.parameter), {})
+            if "momentum_buffer" in state:
                 self.momentum(matrix).copy_(matrix.block.select(state["momentum_buffer"]))
         for stretch in self.stretches():
-            state = whole.get(self._parameter(stretch.parameter))
-            if state:
+            state = whole.get(self._parameter(stretch.parameter), {})
+            if "exp_avg" in state:
                 for key in _MOMENTS:
                     flat = state[key].reshape(-1)[stretch.start : stretch.stop]
                     self.moments(stretch)[key].copy_(flat)
                 self.moments(stretch)["step"].copy_(state["step"])
+
+
+def _owners(plan: Plan) -> dict[object, int]:
+    """Who has the state of each matrix and each stretch."""
+    found: dict[object, int] = {}
+    for bucket in plan.buckets:
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            block = matrix.block
+            found[matrix.name, block.rows, block.cols, block.lead_index] = bucket.team[owner]
+    for flat in plan.flat:
+        found.update({(each.parameter.name, each.start, each.stop): flat.team[each.owner] for each in flat.stretches})
+    return found
 
 
 def _place(record: ParameterRecord) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,19 @@ from meshmuon.layout.mesh import placements
 
 # What a plan depends on.
 _PLANNED_KEYS = ("algorithm", "ns_coefficients", "ns_steps", "eps", "view", "state_dtype", "route", "mode")
-# What is checked when it was edited. Numbers are read, and checked, at each step.
-_WORDS = ("adjust_lr_fn", "weight_decay_mode")
+# What steps read, and plans do not depend on: checked when it was edited. So is the lr, which schedulers edit at every
+# step, and which may be a tensor on a device: of that only what would poison all parameters is looked for.
+_READ_KEYS = (
+    "adjust_lr_fn",
+    "weight_decay_mode",
+    "weight_decay",
+    "momentum",
+    "nesterov",
+    "extra_scale_factor",
+    "betas",
+    "adamw_lr_ratio",
+    "decay_vectors",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ class Snapshot:
     """
 
     settings: tuple[tuple[Any, ...], ...]
-    words: tuple[tuple[Any, ...], ...]
+    read: tuple[tuple[Any, ...], ...]
     tensors: tuple[tuple[_Seen, ...], ...]
 
     @classmethod
@@ -65,7 +77,7 @@ class Snapshot:
         """
         tensors = tuple(tuple(map(_Seen.of, group["params"])) for group in param_groups)
         # Copied: views are dicts, and a user's edit in place would change what is remembered, too.
-        return cls(copy.deepcopy(_values(param_groups, _PLANNED_KEYS)), _values(param_groups, _WORDS), tensors)
+        return cls(copy.deepcopy(_values(param_groups, _PLANNED_KEYS)), _values(param_groups, _READ_KEYS), tensors)
 
     def holds_for(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether the plan is still the right one.
@@ -81,8 +93,8 @@ class Snapshot:
             for seen, group in zip(self.tensors, param_groups, strict=True)
         )
 
-    def has_words_of(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Tell whether no word was edited that steps read, and plans do not depend on.
+    def is_as_checked(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether nothing was edited that steps read, and plans do not depend on; but for an lr that is usable.
 
         Args:
             param_groups: The optimizer's groups as they are now.
@@ -90,7 +102,11 @@ class Snapshot:
         Returns:
             Whether.
         """
-        return _values(param_groups, _WORDS) == self.words
+        return _values(param_groups, _READ_KEYS) == self.read and all(_is_lr(group.get("lr")) for group in param_groups)
+
+
+def _is_lr(lr: Any) -> bool:
+    return isinstance(lr, Tensor) or (isinstance(lr, (int, float)) and 0 <= lr < math.inf)
 
 
 def _values(param_groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[tuple[Any, ...], ...]:

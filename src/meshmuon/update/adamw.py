@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
 from meshmuon._compat import has_fused_adamw
+from meshmuon.update.momentum import read_gradient
 from meshmuon.update.tensors import at_least_fp32
 
 _NO_TAIL = 64  # numbers: a multiple of what any vector register holds, and of a cache line, in every dtype
@@ -75,6 +76,11 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
         # A rank's empty shard counts steps, too: which rank's count a checkpoint keeps is not ours to say.
         empty.step.add_(1 if rule.proceed is None else rule.proceed.to(empty.step))
     tensors = [item for item in tensors if item.param.numel()]
+    if rule.unscale is not None:  # a gradient that its parameter's dtype cannot hold before it is unscaled
+        update_adamw_(
+            [_unscaled(item, rule.unscale) for item in tensors if _is_wider(item)], replace(rule, unscale=None)
+        )
+        tensors = [item for item in tensors if not _is_wider(item)]
     if not tensors:
         return
     fused = has_fused_adamw(tensors[0].param.device)
@@ -110,6 +116,15 @@ def update_adamw_(tensors: Sequence[AdamWTensors], rule: AdamWRule) -> None:
     )
     for item in work:
         item.write_back()
+
+
+def _is_wider(item: AdamWTensors) -> bool:
+    return torch.promote_types(item.grad.dtype, item.param.dtype) != item.param.dtype
+
+
+def _unscaled(item: AdamWTensors, unscale: Tensor) -> AdamWTensors:
+    arithmetic = torch.promote_types(item.grad.dtype, torch.float32)
+    return replace(item, grad=read_gradient(item.grad, dtype=arithmetic, unscale=unscale))
 
 
 class _Work:
