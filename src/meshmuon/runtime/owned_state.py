@@ -42,7 +42,7 @@ class OwnedState:
     ) -> None:
         self.plan = plan
         # One that has not caught up itself has nothing of its own yet.
-        self._before = before if before is None or before._before is None else before._before
+        self._before: OwnedState | None = before if before is None or before._before is None else before._before
         # Records say where a tensor stood when the plan was made; a user may have edited the groups since.
         self._params = {_place(record): parameter_of(param_groups, record) for record in plan.parameters}
         self._dtypes = {
