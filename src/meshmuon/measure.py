@@ -63,7 +63,7 @@ class Measurement:
         for record in plan.parameters:
             if _lies_here(record, plan.rank):
                 param = local(parameter_of(self.param_groups, record)).detach()
-                self.sums[record.group, record.position] = torch.zeros(_SUMS, dtype=torch.float64, device=param.device)
+                self.sums[record.place] = torch.zeros(_SUMS, dtype=torch.float64, device=param.device)
                 self._add(record, _WEIGHT, _squares(param))
         for bucket in plan.buckets:
             self._measure_bucket(bucket)
@@ -80,7 +80,7 @@ class Measurement:
     def _add(self, record: ParameterRecord, what: int, value: Tensor, *, times: float | None = None) -> None:
         """Add to a parameter's sum; what several ranks add is counted once."""
         times = 1 / _replicas(record) if times is None else times
-        self.sums[record.group, record.position][what] += value.to(torch.float64) * times
+        self.sums[record.place][what] += value.to(torch.float64) * times
 
     def _measure_bucket(self, bucket: Bucket) -> None:
         """Find the directions of a bucket: how orthogonal they are, and how far they move the parameters."""
@@ -161,6 +161,8 @@ class Measurement:
             return torch.zeros((), device="cpu")
         first, second = (state[key].to(torch.float32) for key in ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = group["betas"]
+        if not second.isfinite().all():  # by inf an update would be divided away, and nothing be seen
+            return torch.full((), torch.nan, device="cpu")
         update = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + group["eps"])
         return _squares(update) * (float(group["lr"]) * group["adamw_lr_ratio"]) ** 2
 
@@ -168,9 +170,8 @@ class Measurement:
         """One sum for each set of ranks that holds parameters together."""
         teams: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for record in self.ready.plan.parameters:
-            key = (record.group, record.position)
-            if key in self.sums and record.layout is not None and len(record.layout.ranks) > 1:
-                teams.setdefault(tuple(sorted(record.layout.ranks)), []).append(key)
+            if record.place in self.sums and record.layout is not None and len(record.layout.ranks) > 1:
+                teams.setdefault(tuple(sorted(record.layout.ranks)), []).append(record.place)
         for team in sorted(teams):
             keys = teams[team]
             device = self.sums[keys[0]].device
@@ -179,7 +180,7 @@ class Measurement:
             self.sums.update(zip(keys, total, strict=True))
 
     def _in_words(self) -> dict[str, float]:
-        records = [r for r in self.ready.plan.parameters if (r.group, r.position) in self.sums]
+        records = [r for r in self.ready.plan.parameters if r.place in self.sums]
         parts: dict[str, list[ParameterRecord]] = {}
         for record in records:
             algorithm = str(record.routing.algorithm)
@@ -205,7 +206,7 @@ class Measurement:
         return found
 
     def _sums_of(self, records: Sequence[ParameterRecord]) -> Tensor:
-        rows = [self.sums[record.group, record.position].cpu() for record in records]
+        rows = [self.sums[record.place].cpu() for record in records]
         return torch.stack(rows) if rows else torch.zeros(0, _SUMS, dtype=torch.float64, device="cpu")
 
 

@@ -148,6 +148,17 @@ def test_tiny_and_large_numbers_are_neither_dead_nor_broken(size):
     assert found["muon/momentum_norm"] == pytest.approx(expected)
 
 
+def test_an_infinite_second_moment_is_counted():
+    """It divides the update away: all other numbers look healthy."""
+    param = nn.Parameter(torch.ones(4, 4))
+    opt = Muon([{"params": [param], "algorithm": "adamw"}], allow_no_muon=True)
+    param.grad = torch.eye(4)
+    opt.step()
+    assert opt.metrics()["non_finite"] == 0
+    opt.state[param]["exp_avg_sq"][0, 0] = torch.inf
+    assert opt.metrics()["non_finite"] == 1
+
+
 def test_empty_parameters_are_not_dead():
     full, empty = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(0, 4))
     opt = Muon([("full", full), ("empty", empty)])

@@ -316,7 +316,7 @@ def tie(model: nn.Sequential, opt: Muon) -> None:
 
 
 @pytest.mark.parametrize("change", [drop, share, freeze, follow_the_advice, grow_beside(share), grow_beside(tie)])
-def test_a_layer_is_said_to_be_lost_though_nothing_is_left_untrained(change: Callable[..., None]) -> None:
+def test_a_layer_is_not_said_to_be_lost_where_nothing_is_left_untrained(change: Callable[..., None]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     opt = Muon(model)
     change(model, opt)

@@ -29,18 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        run(
-            options.experiment,
-            size=options.size,
-            device=options.device,
-            corpus=options.corpus,
-            out=options.out,
-            rates=options.rates,
-            steps=options.steps,
-            seeds=options.seeds,
-            jobs=options.jobs,
-            threads=options.threads,
-        )
+        run(**vars(options))
     except ValueError as error:
         print(f"meshmuon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

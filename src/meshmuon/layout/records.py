@@ -71,6 +71,11 @@ class ParameterRecord:
         return self.routing.name
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands: its group, and its place there."""
+        return (self.group, self.position)
+
+    @property
     def is_vector(self) -> bool:
         """Whether it is not decayed unless that was asked for: it has fewer than 2 dims, or is a norm or a bias."""
         return len(self.shape) < 2 or self.routing.like_a_vector

@@ -207,12 +207,15 @@ def can_reduce(plan: Plan, pieces: Pieces) -> bool:
 
 
 def _cut_lengthwise(matrix: Matrix) -> bool:
-    """Whether ranks hold parts of the long side, and all of the short one; of a square, either side may be whole."""
+    """Whether ranks hold parts of the long side, and all of the short one: `is_cut_along_the_long_side`, by one rank.
+
+    Others of a large job are cut like it. A square counts as wide.
+    """
     assert matrix.share is not None
     rows, cols = matrix.piece(matrix.share.copies[0][0]).shape
     short, long = matrix.wide_shape
-    whole, part = (cols, rows) if matrix.tall or (short == long and cols == short) else (rows, cols)
-    return whole == short and part < long
+    whole, part = (cols, rows) if matrix.tall else (rows, cols)
+    return len(matrix.share.copies) == 1 and whole == short and part < long
 
 
 def reduced(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:

@@ -19,7 +19,7 @@ EXPLAINED: dict[RouteWord, str] = {
     "owner": "pieces travel to one owner in each replica and back",
     "split": "as owner, and replicas share the matrices",
     "mixed": "each matrix on the route that the optimizer expects to pay",
-    "gram": "formula only: m×m Gram matrices are reduced to owners, factors come back",
+    "gram": "m×m Gram matrices are reduced to owners, factors come back",
     "gather": "for comparison: whole matrices are gathered and computed on every rank",
 }
 

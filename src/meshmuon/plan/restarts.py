@@ -18,7 +18,8 @@ def warn_of_sparse_restarts(plan: Plan) -> None:
     for bucket in plan.buckets:
         recipe = bucket.recipe
         segments = split_at(recipe.schedule, recipe.restarts)
-        needed_in = partial(choose_restarts, dtype=recipe.dtype, mirrored=recipe.kernels.products == "triton")
+        mirrored, side = recipe.kernels.products == "triton", bucket.wide_shape[0]
+        needed_in = partial(choose_restarts, dtype=recipe.dtype, mirrored=mirrored, side=side)
         if recipe.form == "gram" and any(needed_in(segment) for segment in segments):
             dtype = str(recipe.dtype).removeprefix("torch.")
             needed = needed_in(recipe.schedule)

@@ -112,7 +112,7 @@ class LocalTensors:
             here = [self._parameter(record).grad is not None for record in plan.parameters]
         else:
             here = agreed.bool().tolist()
-        return {(record.group, record.position): has for record, has in zip(plan.parameters, here, strict=True)}
+        return {record.place: has for record, has in zip(plan.parameters, here, strict=True)}
 
     def present(self, bucket: Bucket) -> Bucket:
         """Leave out the matrices without a gradient, where no other rank counts on them.

@@ -44,16 +44,16 @@ class OwnedState:
         # One that has not caught up itself has nothing of its own yet.
         self._before: OwnedState | None = before if before is None or before._before is None else before._before
         # Records say where a tensor stood when the plan was made; a user may have edited the groups since.
-        self._params = {_place(record): parameter_of(param_groups, record) for record in plan.parameters}
+        self._params = {record.place: parameter_of(param_groups, record) for record in plan.parameters}
         self._dtypes = {
-            _place(record): state_dtype(parameter_of(param_groups, record), param_groups[record.group])
+            record.place: state_dtype(parameter_of(param_groups, record), param_groups[record.group])
             for record in plan.parameters
             if record.routing.algorithm == "muon"
         }
         self._momentum: dict[tuple[object, ...], Tensor] = {}
         self._moments: dict[tuple[object, ...], dict[str, Tensor]] = {}
         for matrix in self.matrices():
-            param, dtype = self._parameter(matrix.parameter), self._dtypes[_place(matrix.parameter)]
+            param, dtype = self._parameter(matrix.parameter), self._dtypes[matrix.parameter.place]
             self._momentum[_key(matrix)] = zeros_like(
                 matrix.block.select(param), dtype=dtype, memory_format=torch.contiguous_format, on_host=on_host
             )
@@ -64,7 +64,7 @@ class OwnedState:
             self._moments[_key(stretch)] = {"step": torch.zeros((), dtype=torch.float32, device=param.device), **fresh}
 
     def _parameter(self, record: ParameterRecord) -> Tensor:
-        return self._params[_place(record)]
+        return self._params[record.place]
 
     def matrices(self) -> list[Matrix]:
         """Give the matrices this rank owns."""
@@ -192,7 +192,7 @@ class OwnedState:
         for record in self.plan.parameters:
             param = self._parameter(record)
             if record.routing.algorithm == "muon":
-                made = {"momentum_buffer": _zeros(param, self._dtypes[_place(record)])}
+                made = {"momentum_buffer": _zeros(param, self._dtypes[record.place])}
             else:
                 made = {
                     "step": torch.zeros((), dtype=torch.float32, device=param.device),
@@ -241,10 +241,6 @@ def _owners(plan: Plan) -> dict[object, int]:
     return found
 
 
-def _place(record: ParameterRecord) -> tuple[int, int]:
-    return (record.group, record.position)
-
-
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
@@ -259,5 +255,5 @@ def _united(value: Tensor, team: tuple[int, ...], together: Together) -> Tensor:
 def _key(owned: Matrix | Stretch) -> tuple[object, ...]:
     record = owned.parameter
     if isinstance(owned, Stretch):
-        return (record.group, record.position, owned.start)
-    return (record.group, record.position, owned.block.rows, owned.block.cols, owned.block.lead_index)
+        return (*record.place, owned.start)
+    return (*record.place, owned.block.rows, owned.block.cols, owned.block.lead_index)

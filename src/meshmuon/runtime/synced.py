@@ -214,7 +214,7 @@ class SyncedStep:
         return parameter_of(self.param_groups, record)
 
     def _is_present(self, record: ParameterRecord) -> bool:
-        return self.present[record.group, record.position]
+        return self.present[record.place]
 
     def _flat(self, record: ParameterRecord) -> Tensor:
         return self._parameter(record).detach().reshape(-1)

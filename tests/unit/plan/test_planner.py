@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import Muon, Orthogonalizer, View, plan_for
 from meshmuon.config import Execution
 from meshmuon.kernels.dispatch import choose_kernels
+from meshmuon.layout.matrices import is_cut_along_the_long_side
 from meshmuon.layout.shard_layout import ShardLayout
 from meshmuon.plan import job
 from meshmuon.plan.assign import assign_owners
@@ -292,6 +293,23 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
 
 def test_gram_needs_the_long_side_cut():
     assert {r.route for r in plan_for({"w": (64, 512)}, {"tp": 4}, {"tp": "shard0"}).routes} == {"owner", "gather"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "placements"),
+    [
+        ((64, 512), {"tp": 4}, {"tp": "shard1"}),
+        ((512, 64), {"tp": 4}, {"tp": "shard0"}),
+        ((64, 64), {"tp": 4}, {"tp": "shard0"}),
+        ((64, 64), {"tp": 4}, {"tp": "shard1"}),
+        ((64, 512), {"dp": 2, "tp": 4}, {"dp": "replicate", "tp": "shard1"}),
+    ],
+)
+def test_gram_is_forecast_where_the_optimizer_can_take_it(shape, mesh, placements):
+    said = plan_for({"w": shape}, mesh, placements)
+    matrices = [matrix for bucket in said.plan.buckets for matrix in bucket.matrices]
+    can = all(map(is_cut_along_the_long_side, matrices))
+    assert ("gram" in {forecast.route for forecast in said.routes}) == can
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
