@@ -25,7 +25,7 @@ from meshmuon.plan.bucket import Plan
 from meshmuon.plan.build import PolarSettings, build_plan
 from meshmuon.plan.describe_groups import exact_values
 from meshmuon.polar.coefficients import resolve_schedule
-from meshmuon.runtime.checksums import checksums
+from meshmuon.runtime.checksums import checksums, sums_of_state
 from meshmuon.runtime.graphs import refuse_ungraphable
 from meshmuon.runtime.owned_state import OwnedState
 from meshmuon.runtime.qk_clip import HeadClip
@@ -177,6 +177,8 @@ class Preparation:
         if ready.owned is None:
             complete_state_(state, param_groups, on_host=self.on_host)
         else:
+            if self._state_is_new:
+                ready.owned.loaded = sums_of_state(state)
             ready.owned.take(state)  # what was loaded, if anything; kept where it is owned, and nowhere else
             state.clear()
             state.update({param: {} for group in param_groups for param in group["params"]})
@@ -247,16 +249,17 @@ class Preparation:
             for param in group["params"]:
                 groups.know(mesh_groups(param))
 
+        owned_before = None if before is None or self._state_is_new else before.owned
+        syncs = self._execution.syncs
+        owned = OwnedState(plan, param_groups, before=owned_before, on_host=self.on_host) if syncs else None
         peers = Peers(
             plan,
             groups,
             settings=lambda: [exact_values(group) for group in param_groups],
             health=self._health,
-            checksums=lambda: checksums(param_groups, state, plan),
+            checksums=lambda: checksums(param_groups, sums_of_state(state) if owned is None else owned.loaded, plan),
             before=None if before is None else before.peers,
         )
-        owned_before = None if before is None or self._state_is_new else before.owned
-        syncs = self._execution.syncs
         return Ready(
             plan=plan,
             exchange=Exchange(groups, rank=plan.rank),
@@ -265,5 +268,5 @@ class Preparation:
             watch=GradientWatch(plan, param_groups),
             updates=BucketUpdates(),
             heads=HeadClip(plan, peers.largest),
-            owned=OwnedState(plan, param_groups, before=owned_before, on_host=self.on_host) if syncs else None,
+            owned=owned,
         )

@@ -103,7 +103,7 @@ def load_alone(kind):
     """Rank 0 alone loads the state it has: its plan is new, and the others are told."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(6, 8))
-    settings = {"pg": {"process_group": dist.group.WORLD}, "sync": {"grad_sync": "optimizer"}, "fsdp": {}}[kind]
+    settings = {"pg": {"process_group": dist.group.WORLD}, "fsdp": {}}[kind]
     if kind == "fsdp":
         param = nn.Parameter(distribute_tensor(param.detach(), DeviceMesh("cpu", [0, 1]), [Shard(0)]))
     opt = Muon([("w", param)], **settings)

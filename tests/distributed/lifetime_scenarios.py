@@ -294,6 +294,38 @@ def save_after_an_edit_on_one_rank(way):
     return record, _everything_of(model, opt)
 
 
+def _plan_anew(opt):
+    for change in (1, -1):
+        opt.param_groups[0]["ns_steps"] += change
+        assert opt.plan
+
+
+def loaded(how):
+    """Under grad_sync, saved state goes to a new optimizer: of all ranks, of none, or of one, and then of the other."""
+    model = _model("sync")
+    _trained(model, first := Muon(model, grad_sync="optimizer"), [0, 1])
+    saved = first.state_dict()
+    opt = Muon(model, grad_sync="optimizer")
+    if how != "none" and (how == "all" or dist.get_rank() == 0):
+        opt.load_state_dict(saved)
+        _plan_anew(opt)
+    _give(model.parameters(), 2)
+    before = [param.detach().clone() for param in model.parameters()]
+    record = attempt(opt.step)
+    record["changed"] = not all(map(torch.equal, before, model.parameters()))
+    if how == "one":
+        if dist.get_rank() == 1:
+            opt.load_state_dict(saved)
+        opt.step()
+    if dist.get_rank() == 1:  # alone, and has loaded nothing for that
+        _plan_anew(opt)
+    _trained(model, opt, [3])
+    found = _everything_of(model, opt)
+    if dist.get_rank() == 1:  # the same once more, but the other has gone on since
+        opt.load_state_dict(saved)
+    return record, found, attempt(opt.step)["error"]
+
+
 def offloaded_twice():
     """Whether a second `offload_state()` leaves what is on the host where it is."""
     model = _model("sync")

@@ -62,6 +62,18 @@ def test_a_plan_made_anew_on_one_rank_is_noticed_before_state_is_put_together(po
     assert first.keys() == expected and differing(first, second) == [], "and goes on"
 
 
+def test_state_that_one_rank_alone_has_loaded_is_not_mixed_with_that_of_others(pool):
+    """Under grad_sync each rank takes of it what it owns: the others' part would have begun anew, without a word."""
+    expected = pool(2).run(scenarios.loaded, "all")[0]
+    assert expected[0]["error"] is None and expected[0]["changed"]
+    for record, got, again in pool(2).run(scenarios.loaded, "one"):
+        assert record["error"] == "PlanMismatchError" and not record["changed"]
+        assert "'1.weight'" in record["message"] and "load the same state on each" in record["message"]
+        assert differing(expected[1], got) == [], "once the other has loaded it too"
+        assert again == "PlanMismatchError"
+    assert "1.weight" in differing(expected[1], pool(2).run(scenarios.loaded, "none")[0][1])
+
+
 def test_state_that_is_on_the_host_stays_where_it_is(pool):
     """On a GPU a second copy would not have been in pinned memory."""
     for first, second in pool(2).run(scenarios.offloaded_twice):

@@ -157,7 +157,10 @@ class Peers:
         if odd:
             self._met = False  # the next step asks again
             found = "it or its state is not the same on all ranks of process_group, which was said to hold replicas"
-            do = "Start all ranks from the same weights; make what is a rank's own (experts) DTensors, or leave it out"
+            do = (
+                "Start all ranks from the same weights, and load the same state on each; "
+                "make what is a rank's own (experts) DTensors, or leave it out"
+            )
             raise PlanMismatchError(message(f"parameter {some(map(repr, odd))}", found=found, do=do))
 
     def announce_new_plan(self) -> None:

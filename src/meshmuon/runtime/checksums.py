@@ -17,14 +17,12 @@ from meshmuon.update.tensors import in_parts
 _PRIME = 2**31 - 1
 
 
-def checksums(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], plan: Plan
-) -> Tensor:
+def checksums(param_groups: Sequence[Mapping[str, Any]], state_sums: Mapping[Tensor, int], plan: Plan) -> Tensor:
     """Sum up the bits of plain tensors that several ranks are said to hold alike, and of their state.
 
     Args:
         param_groups: The optimizer's groups.
-        state: Its state, by parameter.
+        state_sums: The sum of a parameter's state; none: 0.
         plan: The plan.
 
     Returns:
@@ -33,9 +31,21 @@ def checksums(
     sums = []
     for record in plan.parameters:
         param = parameter_of(param_groups, record)
-        tensors = [param, *state.get(param, {}).values()] if _is_replica(param, record) else []
-        sums.append(torch.tensor(sum(map(_bits, tensors)) % _PRIME, dtype=torch.int32, device="cpu"))
+        total = _bits(param) + state_sums.get(param, 0) if _is_replica(param, record) else 0
+        sums.append(torch.tensor(total % _PRIME, dtype=torch.int32, device="cpu"))
     return torch.stack(sums)
+
+
+def sums_of_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, int]:
+    """Sum up the bits of the state of each parameter.
+
+    Args:
+        state: An optimizer's state, by parameter.
+
+    Returns:
+        Parameter → a number.
+    """
+    return {param: sum(_bits(local(value)) for value in values.values()) for param, values in state.items()}
 
 
 def _is_replica(param: Tensor, record: ParameterRecord) -> bool:

@@ -43,6 +43,8 @@ class OwnedState:
         self.plan = plan
         # One that has not caught up itself has nothing of its own yet.
         self._before: OwnedState | None = before if before is None or before._before is None else before._before
+        # The sum of the bits of the whole state that was loaded for a parameter, until ranks have compared it.
+        self.loaded: dict[Tensor, int] = {} if before is None else before.loaded
         # Records say where a tensor stood when the plan was made; a user may have edited the groups since.
         self._params = {record.place: parameter_of(param_groups, record) for record in plan.parameters}
         self._dtypes = {
@@ -161,6 +163,7 @@ class OwnedState:
         Args:
             together: Puts together what ranks have.
         """
+        self.loaded = {}  # by all ranks, or none: else they would not have come here
         before, self._before = self._before, None
         if before is None:
             return
