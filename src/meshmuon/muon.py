@@ -44,8 +44,8 @@ from meshmuon.layout.homes import Homes
 from meshmuon.layout.plain import Sharded, plain_layouts
 from meshmuon.measure import Measurement
 from meshmuon.plan.bucket import Plan
+from meshmuon.plan.concerns import warn_of_concerns
 from meshmuon.plan.describe_groups import describe_groups
-from meshmuon.plan.restarts import warn_of_sparse_restarts
 from meshmuon.preparation import Preparation, Ready, leave_empty_
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime.graphs import StepGraphs
@@ -170,7 +170,7 @@ class Muon(Optimizer):
         self._announce()
 
     def _announce(self) -> None:
-        warn_of_sparse_restarts(self.plan)
+        warn_of_concerns(self.plan, frozen=self._frozen)
         if global_rank() == 0:
             logger.info("%s", self)
 

@@ -443,6 +443,30 @@ def test_a_bias_that_is_not_scaled_along_is_named():
         Muon(Biased(q_bias=True), qk_clip=QKClip(threshold=10.0, **BIASED))
 
 
+@pytest.mark.parametrize("bias", ["attn.q_bias", "attn.in_proj_bias"])
+def test_a_frozen_bias_is_named_because_it_cannot_be_scaled(bias):
+    model = Biased(q_bias=bias == "attn.q_bias")
+    model.get_parameter(bias).requires_grad_(False)
+    with pytest.warns(UserWarning, match=rf"layer 'attn': '{bias}' is frozen.*may stay above 10"):
+        Muon(model, qk_clip=QKClip(threshold=10.0, **BIASED))
+
+
+def test_frozen_parameters_that_make_no_logits_are_not_named():
+    model = Biased(q_bias=False)
+    model.attn.register_parameter("v_bias", nn.Parameter(torch.zeros(16), requires_grad=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Muon(model, qk_clip=QKClip(threshold=10.0, **BIASED))
+
+
+def test_what_was_said_of_biases_is_not_said_again_by_printing():
+    with pytest.warns(UserWarning, match="not scaled along"):
+        opt = Muon(Biased(q_bias=True), qk_clip=QKClip(threshold=10.0, **BIASED))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "qk_clip" in str(opt)
+
+
 class StoredTurned(nn.Module):
     """A linear layer whose weight is (in, out), as in GPT-2. Square: its shape does not tell."""
 

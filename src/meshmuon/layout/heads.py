@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.config import QKClip
-from meshmuon.errors import message, some, warn_user
+from meshmuon.errors import message, some
 from meshmuon.layout.records import ParameterRecord
 from meshmuon.layout.shard_layout import Intervals
 
@@ -104,6 +104,18 @@ class AttentionLayer:
             found.view(self.k_heads, -1)[:, :dim] = (slots.k + k)[:, None]  # the rest of mla's makes v
         return found
 
+    def may_need(self, bias: str) -> bool:
+        """Say whether a bias may be a part of this layer's logits, and is not scaled along: `attn.q_bias`, for one.
+
+        Args:
+            bias: Its name.
+        """
+        scaled = [parameter.record.name for parameter in self.parameters]
+        module, _, leaf = bias.rpartition(".")
+        beside = module in {name.rpartition(".")[0] for name in scaled}
+        named_so = _OF_Q_OR_K.search(leaf) is not None or bias in map(_bias_of, scaled)
+        return beside and named_so and bias not in scaled
+
     def heads_of(self, rank: int) -> tuple[int, ...]:
         """Give the q heads a rank computes with, as far as the layout tells.
 
@@ -161,7 +173,7 @@ def attention_layers(records: Iterable[ParameterRecord], clip: QKClip, *, may_la
             lost, there = ("q", k) if layer not in q else ("k", q)
             name = getattr(clip, lost).replace("{layer}", layer)
             odd = f"{there[layer].name!r} is trained here, {name!r} is not"
-            raise ValueError(message(f"QKClip({lost}=)", found=odd, do="Name q and k of the same layers"))
+            raise ValueError(message(f"QKClip({lost}=)", found=odd, do="Name q and k of the same layers; train both"))
     return tuple(_layer(name, clip, q[name], k[name], known) for name in q)
 
 
@@ -180,10 +192,9 @@ def _layer(
         if len(weight.record.shape) != 2:
             found = f"{len(weight.record.shape)}-D of shape {weight.record.shape}"
             raise ValueError(message(_subject(weight), found=found, do="QK-clip scales rows of 2-D parameters"))
-        bias = _bias_of(weight.record.name, known)
+        bias = known.get(_bias_of(weight.record.name))
         if bias is not None and bias.shape == (weight.rows,):
             parameters.append(HeadParameter(bias, weight.side))
-    _warn_of_biases(name, parameters, known)
     if len({str(parameter.record.device) for parameter in parameters}) > 1:
         found = f"on {' and '.join(sorted({str(p.record.device) for p in parameters}))}"
         do = "Put the q and k of a layer on one device"
@@ -196,22 +207,10 @@ def _layer(
     return AttentionLayer(name, clip, tuple(parameters), q_heads, k_heads, _team(name, parameters))
 
 
-def _bias_of(weight: str, known: Mapping[str, ParameterRecord]) -> ParameterRecord | None:
-    """`q_proj.bias` for `q_proj.weight`, `in_proj_bias` for `in_proj_weight`."""
+def _bias_of(weight: str) -> str:
+    """`q_proj.bias` for `q_proj.weight`, `in_proj_bias` for `in_proj_weight`; nothing for other names."""
     stem = weight.removesuffix("weight")
-    return known.get(f"{stem}bias") if stem != weight else None
-
-
-def _warn_of_biases(layer: str, parameters: Sequence[HeadParameter], known: Mapping[str, ParameterRecord]) -> None:
-    """Name biases of the same modules that may be part of q or k, and are not scaled along: `attn.q_bias`, say."""
-    scaled = {parameter.record.name for parameter in parameters}
-    modules = {name.rpartition(".")[0] for name in scaled}
-    for name, record in known.items():
-        module, _, leaf = name.rpartition(".")
-        if module in modules and name not in scaled and len(record.shape) == 1 and _OF_Q_OR_K.search(leaf):
-            found = f"{name!r} is not scaled along, and may be a part of its logits"
-            do = "Where it is, logits stay above the threshold: give q and k biases of their own (`q.bias`, `k.bias`)"
-            warn_user(message(f"qk_clip, layer {layer!r}", found=found, do=do))
+    return f"{stem}bias" if stem != weight else ""
 
 
 def _counted(clip: QKClip, weights: Sequence[HeadParameter]) -> tuple[int, int]:
