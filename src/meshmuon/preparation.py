@@ -126,7 +126,7 @@ class Preparation:
         self._health = Health()
         self._snapshot = Snapshot.of([])
         self._ready: Ready | None = None
-        self._state_is_new = False  # loaded since: the plan is made anew, and peers are told
+        self._state_is_new = False  # loaded or lost since: the plan is made anew, and peers are told
 
     def ready(self, param_groups: Groupings, state: State) -> Ready:
         """Give what a step needs: what it was, unless tensors were replaced, moved or cast since, or a setting changed.
@@ -147,6 +147,7 @@ class Preparation:
             replace_parameter_(param_groups, old, new)
         self._tell_of_thawed(param_groups)
         self._tell_of_left(param_groups)
+        self._notice_lost_state(param_groups, state)
         if self._ready is None or self._state_is_new or not self._snapshot.holds_for(param_groups):
             # Together, once nothing can fail any more.
             self._ready, self._snapshot = self._made_anew(param_groups, state), Snapshot.of(param_groups)
@@ -155,16 +156,17 @@ class Preparation:
             # No new plan: all ranks would have to make one, and on a GPU those that edited nothing would not know.
             recheck_groups_(param_groups, orthogonalizer=self._execution.orthogonalizer)
             self._snapshot = Snapshot.of(param_groups)
-        self._begin_anew_without_state(self._ready, param_groups, state)
         return self._ready
 
-    def _begin_anew_without_state(self, ready: Ready, param_groups: Groupings, state: State) -> None:
-        """See to parameters whose state somebody has taken away."""
-        if ready.owned is None:
-            if lacks_state(state, param_groups):
-                complete_state_(state, param_groups, on_host=self.on_host)
+    def _notice_lost_state(self, param_groups: Groupings, state: State) -> None:
+        """See to parameters whose state somebody has taken away: it begins anew."""
+        if self._ready is None:
+            return
+        if self._ready.owned is None:
+            # Peers are told, because replicas must have lost theirs too.
+            self._state_is_new = self._state_is_new or lacks_state(state, param_groups)
         elif gone := [param for group in param_groups for param in group["params"] if param not in state]:
-            ready.owned.forget(gone)
+            self._ready.owned.forget(gone)
             state.update({param: {} for param in gone})
 
     def _made_anew(self, param_groups: Groupings, state: State) -> Ready:

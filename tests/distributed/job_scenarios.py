@@ -99,15 +99,20 @@ def fail_alone(second):
     return said
 
 
-def load_alone(kind):
-    """Rank 0 alone loads the state it has: its plan is new, and the others are told."""
+def _shared(kind):
+    """One parameter with a gradient, as replicas of a process group or cut by FSDP, and its optimizer."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(6, 8))
     settings = {"pg": {"process_group": dist.group.WORLD}, "fsdp": {}}[kind]
     if kind == "fsdp":
         param = nn.Parameter(distribute_tensor(param.detach(), DeviceMesh("cpu", [0, 1]), [Shard(0)]))
-    opt = Muon([("w", param)], **settings)
     give_gradients(param)
+    return param, Muon([("w", param)], **settings)
+
+
+def load_alone(kind):
+    """Rank 0 alone loads the state it has: its plan is new, and the others are told."""
+    param, opt = _shared(kind)
     opt.step()
     saved = opt.state_dict()
     if dist.get_rank() == 0:
@@ -115,6 +120,15 @@ def load_alone(kind):
     for _ in range(2):
         opt.step()
     return getattr(param.detach(), "full_tensor", param.detach)()
+
+
+def clear_alone(kind):
+    """The last rank alone takes the optimizer's state away."""
+    param, opt = _shared(kind)
+    opt.step()
+    if dist.get_rank() == 1:
+        opt.state.clear()
+    return attempt(opt.step, {"w": (param, None)}, opt)
 
 
 def replicas_with_other_state():

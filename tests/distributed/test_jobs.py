@@ -76,6 +76,17 @@ def test_replicas_that_load_other_state_are_named(pool):
         assert "'w': it or its state is not the same" in record["message"]
 
 
+def test_replicas_of_which_one_has_lost_its_state_are_named(pool):
+    for record in pool(2).run(scenarios.clear_alone, "pg"):
+        assert record["error"] == "PlanMismatchError" and not record["changed"]
+        assert "'w': it or its state is not the same" in record["message"]
+
+
+def test_a_shard_that_has_lost_its_state_begins_anew(pool):
+    for record in pool(2).run(scenarios.clear_alone, "fsdp"):
+        assert record["error"] is None and record["changed"]
+
+
 def test_folders_that_are_not_the_same_are_refused(pool, tmp_path):
     """Half of one checkpoint and half of another would be loaded, or saved to, without a word."""
     for (saving, loading, disks), unchanged, there, latest in pool(2).run(scenarios.other_folders, str(tmp_path)):
