@@ -61,9 +61,16 @@ def test_an_edited_word_makes_a_new_plan_that_other_ranks_do_not_have(key: str, 
         step(opt, [p], [randn(12, 6)])
     assert torch.equal(p, weights), "refused before anything has changed"
     opt.param_groups[0][key] = word
-    opt.state.clear()  # at the same time: completed all the same
     step(opt, [p], [randn(12, 6)])
     assert opt.plan is before and not torch.equal(p, weights)
+    opt.param_groups[0][key] = "no such word"
+    opt.state.clear()  # at the same time: nothing is completed before all is checked
+    with pytest.raises(ValueError, match="no such word"):
+        step(opt, [p], [randn(12, 6)])
+    assert not opt.state
+    opt.param_groups[0][key] = word
+    step(opt, [p], [randn(12, 6)])
+    assert opt.state[p]["momentum_buffer"].any()
 
 
 @pytest.mark.parametrize(("key", "value"), [("eps", 1e-3), ("route", "owner"), ("mode", "blockwise")])

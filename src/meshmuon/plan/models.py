@@ -48,9 +48,9 @@ def _mlp(width: int, inner: int, name: str = "mlp") -> dict[str, Shape]:
     return {f"{name}.gate_proj.weight": up, f"{name}.up_proj.weight": up, f"{name}.down_proj.weight": (width, inner)}
 
 
-def _experts(width: int, inner: int, experts: int, name: str = "mlp") -> dict[str, Shape]:
+def _experts(width: int, inner: int, experts: int) -> dict[str, Shape]:
     """Stacks (E, out, in), as training frameworks hold experts."""
-    return {key: (experts, *shape) for key, shape in _mlp(width, inner, f"{name}.experts").items()}
+    return {key: (experts, *shape) for key, shape in _mlp(width, inner, "mlp.experts").items()}
 
 
 def _norms(width: int) -> dict[str, Shape]:

@@ -2,6 +2,6 @@
 
 from meshmuon.testing.ranks import RankError, RankPool
 from meshmuon.testing.reference import ReferenceMuon, plain_newton_schulz, svd_polar
-from meshmuon.testing.replay import Replay, full_gather_step
+from meshmuon.testing.replay import Replay
 
-__all__ = ["RankError", "RankPool", "ReferenceMuon", "Replay", "full_gather_step", "plain_newton_schulz", "svd_polar"]
+__all__ = ["RankError", "RankPool", "ReferenceMuon", "Replay", "plain_newton_schulz", "svd_polar"]

@@ -1,4 +1,4 @@
-"""Oracles for sharded runs: the same step from whole tensors, on the user's own mesh, and a replay on one process."""
+"""The oracle for sharded runs: a replay of the same steps, from whole tensors, on one process."""
 
 from __future__ import annotations
 
@@ -50,12 +50,6 @@ class Replay:
             groups.append({**group, "params": list(zip(names, copies, strict=True))})
         self._plain = Muon(groups, **self.arguments)
 
-    def take_state(self) -> None:
-        """Take over the run's momentum and moments, to begin in the middle of it. Call it on every rank."""
-        for param, copy in zip(self._originals(), self.parameters.values(), strict=True):
-            for key, value in self.optimizer.state[param].items():
-                self._plain.state[copy][key].copy_(whole(value))
-
     def step(self, *, qk_logits: Mapping[Any, Tensor] | None = None) -> None:
         """Take the step that the optimizer is about to take: call it after backward, on every rank.
 
@@ -82,21 +76,3 @@ class Replay:
 
     def _originals(self) -> Sequence[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-
-def full_gather_step(optimizer: Muon, **arguments: Any) -> dict[str, Tensor]:
-    """Compute where one step would take the parameters, from whole tensors on every rank: slow, and plainly right.
-
-    The oracle for jobs too big to replay on one device: it needs one whole model's memory only while it runs.
-
-    Args:
-        optimizer: The optimizer, about to step; not changed.
-        **arguments: What it was built with, besides parameters.
-
-    Returns:
-        Name → the whole parameter after the step.
-    """
-    replay = Replay(optimizer, arguments)
-    replay.take_state()
-    replay.step()
-    return {name: copy.detach() for name, copy in replay.parameters.items()}
