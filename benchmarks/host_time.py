@@ -53,15 +53,15 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        original = meshmuon.step.orthogonalize_stack
+        original = meshmuon.step.orthogonalize_onto
 
-        def timed(*arguments: object, **more: object) -> Tensor:
+        def timed(*arguments: object, **more: object) -> Tensor | None:
             start = time.perf_counter()
             result = original(*arguments, **more)  # type: ignore[arg-type]
             self.seconds += time.perf_counter() - start
             return result
 
-        with mock.patch.object(meshmuon.step, "orthogonalize_stack", timed):
+        with mock.patch.object(meshmuon.step, "orthogonalize_onto", timed):
             yield
 
 

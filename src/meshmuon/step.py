@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshmuon.plan.bucket import Bucket
 from meshmuon.plan.route import Route
-from meshmuon.polar.orthogonalize import orthogonalize_stack
+from meshmuon.polar.orthogonalize import orthogonalize_onto
 from meshmuon.preparation import Ready
 from meshmuon.runtime import pipeline
 from meshmuon.runtime.graphs import Signals, StepGraphs, fixed_settings
@@ -93,7 +93,10 @@ class Step:
         stack = [gathered.wait()]
         del gathered, inputs  # what has arrived is in the stack: memory is bounded by letting go as early as possible
         with span("polar", bucket):
-            directions = orthogonalize_stack(stack, bucket.recipe, partials=squares)
+            landing = updates.landing(bucket, after)
+            directions = orthogonalize_onto(landing, stack, bucket.recipe, partials=squares)
+        if directions is None:  # the parameters have taken their steps where these were computed
+            return
         with span("scatter", bucket):
             scattered = exchange.scatter(bucket, directions)  # the same table, inverted
         if scattered.in_flight:

@@ -77,7 +77,7 @@ def recorded():
     events = []
     current = []
     all_to_all, gather, scatter = dist.all_to_all_single, Exchange.gather, Exchange.scatter
-    orthogonalize = meshmuon.step.orthogonalize_stack
+    orthogonalize = meshmuon.step.orthogonalize_onto
 
     def counted(received, sent, receive_splits=None, send_splits=None, **more):
         phase, bucket = current[-1]
@@ -94,15 +94,15 @@ def recorded():
 
         return wrapper
 
-    def polar(stack, recipe, **more):
+    def polar(landing, stack, recipe, **more):
         events.append(("polar", tuple(stack[0].shape[1:]), stack[0].shape[0]))
-        return orthogonalize(stack, recipe, **more)
+        return orthogonalize(landing, stack, recipe, **more)
 
     with (
         mock.patch.object(dist, "all_to_all_single", counted),
         mock.patch.object(Exchange, "gather", during("gather", gather)),
         mock.patch.object(Exchange, "scatter", during("scatter", scatter)),
-        mock.patch.object(meshmuon.step, "orthogonalize_stack", polar),
+        mock.patch.object(meshmuon.step, "orthogonalize_onto", polar),
     ):
         yield events
 

@@ -92,7 +92,7 @@ def fail_alone(second):
         fails = mock.Mock(side_effect=MemoryError(f"of rank {rank}"))
         if said and second == "killed":
             fails = mock.Mock(side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-        with mock.patch.object(module, "orthogonalize_stack", fails) if rank in odd else nullcontext():
+        with mock.patch.object(module, "orthogonalize_onto", fails) if rank in odd else nullcontext():
             said.append(attempt(opt.step)["message"])
         if len(odd) == ranks:
             dist.barrier()

@@ -147,8 +147,12 @@ def test_a_group_that_could_not_be_added_is_not_there():
     opt.step()
 
 
-@pytest.mark.parametrize(("options", "module"), [({}, step_module), ({"grad_sync": "optimizer"}, synced)], ids=str)
-def test_a_step_that_fails_waits_for_its_copies(options, module):
+@pytest.mark.parametrize(
+    ("options", "module", "name"),
+    [({}, step_module, "orthogonalize_onto"), ({"grad_sync": "optimizer"}, synced, "orthogonalize_stack")],
+    ids=str,
+)
+def test_a_step_that_fails_waits_for_its_copies(options, module, name):
     net = model()
     opt = Muon(net, offload=True, **options)
     give(net.parameters())
@@ -157,7 +161,7 @@ def test_a_step_that_fails_waits_for_its_copies(options, module):
     wait = offload._Lane.wait
     with (
         mock.patch.object(offload._Lane, "wait", lambda lane: (waited.append(lane), wait(lane))),
-        mock.patch.object(module, "orthogonalize_stack", out_of_memory),
+        mock.patch.object(module, name, out_of_memory),
         pytest.raises(torch.OutOfMemoryError),
     ):
         opt.step()

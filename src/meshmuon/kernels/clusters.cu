@@ -20,6 +20,8 @@
 // however many clusters are there at the same time. Between the products of one matrix come those of others: then nobody
 // waits at all, and there is no pause between two products.
 //
+// The last product's results need not be written at all: they can be steps that parameters take at once (`Landing`).
+//
 // The design is that of NVIDIA's CUTLASS for Hopper ("ping-pong" kernels: https://github.com/NVIDIA/cutlass).
 //
 // A sum is the same whichever kernel makes it: 64 numbers of k at a time, in four instructions of 16, as Triton does.
@@ -39,7 +41,8 @@ static_assert(kAhead % 2 == 0, "a group has to find its items in the same slots 
 struct Product {
   unsigned char a, b, c, e, d, second;             // numbers of their maps
   unsigned char mirrored, added, awaited, twice;   // `added`: how many of C and E there are
-  unsigned char half_a, half_b, half_d, unused;    // symmetric stacks of which only the lower triangle is there
+  unsigned char half_a, half_b, half_d;            // symmetric stacks of which only the lower triangle is there
+  unsigned char lands;                             // 0, or how parameters take the result as a step
   int rows, cols, steps;                           // of D; and of the inner dimension, 64 numbers each
   int after;                                       // tiles of this matrix that have to be written before
   Terms terms[2];                                  // of the first result, and of the second
@@ -55,6 +58,47 @@ struct Program {
 };
 
 typedef RingOf<kSlots, kSlotBytes> Ring;
+
+// ---- parameters that take a step where it is computed: fp32, numbers of a row side by side, rows 16-byte aligned
+
+constexpr int kDecaysIfAgreed = 2;  // how a product may land: only what agrees with its direction in sign decays
+
+struct Landing {
+  const long long* entries;     // of each matrix, as kernels/tables.py lists them
+  const float *lr, *decay;      // `decay` null: nothing decays
+  const unsigned char* proceed; // null: go
+};
+enum Field { kGradient = 0, kParameter = 2, kRowStride = 7, kRows = 9, kCols = 10, kTurned = 15, kScale = 16, kFields = 18 };
+
+// One parameter, as it is stored: the matrix, or its transpose. It has no rows if it is to stay as it is.
+struct Ground {
+  float* base;
+  long long row_stride;
+  int rows, cols;
+  bool turned;
+  float size, kept;  // factors of the direction, and of the parameter
+
+  __device__ __forceinline__ Ground(const Landing& landing, int matrix) {
+    const long long* entry = landing.entries + (long long)kFields * matrix;
+    const bool stays = !entry[kGradient] || (landing.proceed && !*landing.proceed);
+    base = (float*)entry[kParameter];
+    row_stride = entry[kRowStride];
+    rows = stays ? 0 : (int)entry[kRows];
+    cols = (int)entry[kCols];
+    turned = entry[kTurned];
+    const float lr = *landing.lr;
+    size = __fmul_rn(lr, __int_as_float((int)entry[kScale]));
+    kept = landing.decay ? __fsub_rn(1.0f, __fmul_rn(lr, *landing.decay)) : 1.0f;
+  }
+  __device__ __forceinline__ bool has(int row, int col) const { return row < rows && col < cols; }
+  __device__ __forceinline__ float4* four_at(int row, int col) const { return (float4*)(base + row * row_stride + col); }
+
+  // Every operation rounded by itself, as the kernel does that takes steps from memory: the same bits.
+  __device__ __forceinline__ float stepped(float parameter, float direction, bool if_agreed) const {
+    const bool decays = !if_agreed || __fmul_rn(direction, parameter) > 0.0f;
+    return __fsub_rn(decays ? __fmul_rn(parameter, kept) : parameter, __fmul_rn(direction, size));
+  }
+};
 
 // ---- what both blocks of a cluster are to do, one item after the other: taken by one warp, sent to all others
 
@@ -250,7 +294,7 @@ __device__ __forceinline__ void store_tile(Staging staging, const TensorMap& d, 
     const Box box(part, item, product), next(part + 1, item, product);
     if (!box.there) continue;
     staging.wait_staged();
-    if (leads()) {
+    if (leads() && !product.lands) {
       store(d, left, box.col, box.row, item.matrix);
       if (two) {
         if (next.there) store(d, right, next.col, next.row, item.matrix);
@@ -393,6 +437,68 @@ struct Group : Threads {
     stage();
   }
 
+  // Has the parameters of a tile brought near, long before it is done.
+  __device__ __forceinline__ void call_for(const Ground& ground, Item item) const {
+    const int row = (ground.turned ? item.col : item.row) + thread, col = ground.turned ? item.row : item.col;
+#pragma unroll
+    for (int line = 0; line < 128; line += 32)
+      if (ground.has(row, col + line))
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(ground.four_at(row, col + line)) : "memory");
+  }
+  // Takes steps along 32 rows of 64 directions that are staged as their parameters are stored, from `row` and `col` on:
+  // four numbers a thread at a time. All that is needed is asked for before the first is used.
+  __device__ __forceinline__ void step_along(
+      uint32_t staged, const Ground& ground, int row, int col, bool if_agreed) const {
+    constexpr int kTurns = 4, kDown = 8;  // a turn of all threads is eight rows
+    const int down = thread >> 4, across = thread & 15;
+    staged += place(down, across >> 1) + 8 * (across & 1);
+    row += down, col += 4 * across;
+    float4 parameters[kTurns];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+      if (ground.has(row + kDown * turn, col)) parameters[turn] = __ldcs(ground.four_at(row + kDown * turn, col));
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!ground.has(row + kDown * turn, col)) continue;
+      const uint2 pairs = get_pairs(staged + 128 * kDown * turn);
+      float4 direction, &parameter = parameters[turn];
+      widened(pairs.x, direction.x, direction.y);
+      widened(pairs.y, direction.z, direction.w);
+      parameter.x = ground.stepped(parameter.x, direction.x, if_agreed);
+      parameter.y = ground.stepped(parameter.y, direction.y, if_agreed);
+      parameter.z = ground.stepped(parameter.z, direction.z, if_agreed);
+      parameter.w = ground.stepped(parameter.w, direction.w, if_agreed);
+      __stcs(ground.four_at(row + kDown * turn, col), parameter);
+    }
+  }
+  // Two boxes side by side, which land instead of being stored. The storing warp only hands staging memory back.
+  template <int BOX>
+  __device__ __forceinline__ void land_two(
+      const Rounded& out, Item item, const Product& product, const Ground& ground) const {
+    const Box box(BOX, item, product);
+    if (!box.there) return;
+    staging.wait_free();
+    if (ground.turned) {
+      put_mirrored<BOX>(out, staging.boxes);
+      put_mirrored<BOX + 1>(out, staging.boxes + kBoxBytes);
+    } else {
+      put<BOX>(out, staging.boxes);
+      put<BOX + 1>(out, staging.boxes + kBoxBytes);
+    }
+    sync();
+#pragma unroll 1
+    for (int strip = 0; strip < 4; ++strip) {
+      const int col = box.col + 64 * (strip / 2), down = 32 * (strip % 2);
+      const int row_there = (ground.turned ? col : box.row) + down, col_there = ground.turned ? box.row : col;
+      step_along(staging.boxes + strip * kBoxBytes / 2, ground, row_there, col_there, product.lands == kDecaysIfAgreed);
+    }
+    staging.give_staged();
+  }
+  __device__ __forceinline__ void land(const Rounded& out, Item item, const Product& product, const Ground& ground) const {
+    land_two<0>(out, item, product, ground);
+    land_two<2>(out, item, product, ground);
+  }
+
   __device__ __forceinline__ void write(const Rounded& out, Item item, const Product& product) const {
     if (side_by_side(item, product)) {
       write_two<0>(out, item, product);
@@ -434,9 +540,11 @@ struct Group : Threads {
   }
 };
 
-__device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Program& program) {
+__device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Program& program, const Landing& landing) {
   for (int number = group.number;; number += 2) {
     const Item item = mail.read(number);
+    const bool lands = !item.ends() && !item.idle() && program.products[item.product()].lands;
+    if (lands) group.call_for(Ground(landing, item.matrix), item);
     if (number > 0 && !item.past_end()) group.take_turn();
     if (item.ends()) break;
     const Product& product = program.products[item.product()];
@@ -456,7 +564,11 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
     settle(top);
     settle(bottom);
     group.release(unreleased);
-    if (product.twice) {
+    if (product.lands) {
+      Rounded out[1];
+      group.round_tile<1, 0>(top, bottom, out, item, product);
+      group.land(out[0], item, product, Ground(landing, item.matrix));
+    } else if (product.twice) {
       Rounded out[2];
       group.round_tile<2, 2>(top, bottom, out, item, product);
       group.write(out[0], item, product);
@@ -478,9 +590,11 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
 
 // items: for each pair of tiles, (matrix, row and column of tiles, flags and product, 0) of either block. written: for
 // each matrix, how many of its tiles are, and then how many pairs are taken, from zero on; null where no product waits
-// for another.
+// for another. landing: what the last product lands on, if it does.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
-    run_program(const __grid_constant__ Program program, const int4* items, int pairs, int* written, int matrices) {
+    run_program(
+        const __grid_constant__ Program program, const int4* items, int pairs, int* written, int matrices,
+        const __grid_constant__ Landing landing) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Ring ring;
   ring.slots = (uint32_t)__cvta_generic_to_shared(memory);
@@ -529,7 +643,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     group.thread = threadIdx.x & 127;
     group.barrier = 1 + group.number;
     group.staging = {staging + group.number * 2 * kBoxBytes, group.number};
-    multiply_items(group, mail, program);
+    multiply_items(group, mail, program, landing);
   }
   cluster_sync();  // no block may leave while the other one can still signal to it
 }

@@ -26,6 +26,7 @@ from meshmuon.kernels.availability import launching_on
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, describe_stack
 from meshmuon.kernels.hopper import DTYPES, load_kernel, machine_code, why_impossible
+from meshmuon.kernels.landing import Arguments, Landing
 
 STEP = 64  # numbers of the inner dimension at a time
 _THREADS = 384
@@ -139,7 +140,7 @@ class _Described(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_ubyte) for name in ("a", "b", "c", "e", "d", "second")),
         *((name, ctypes.c_ubyte) for name in ("mirrored", "added", "awaited", "twice")),
-        *((name, ctypes.c_ubyte) for name in ("half_a", "half_b", "half_d", "unused")),
+        *((name, ctypes.c_ubyte) for name in ("half_a", "half_b", "half_d", "lands")),
         *((name, ctypes.c_int) for name in ("rows", "cols", "steps", "after")),
         ("terms", _Terms * 2),
     )
@@ -172,9 +173,16 @@ class ClusterLaunch:
         products: What is computed, one after the other.
         stacks: (batch, rows, columns) each, that the products name by number.
         written: What `counters` gives. None for a single product.
+        landing: What takes the results of the last product as steps: then they are not written. None: they are.
     """
 
-    def __init__(self, products: Sequence[Product], stacks: Sequence[Tensor], written: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        products: Sequence[Product],
+        stacks: Sequence[Tensor],
+        written: Tensor | None = None,
+        landing: Landing | None = None,
+    ) -> None:
         device, dtype, batch = stacks[0].device, stacks[0].dtype, len(stacks[0])
         kernel = _kernel(device, dtype)
         assert not isinstance(kernel, str), "can_run says whether it can"
@@ -188,11 +196,17 @@ class ClusterLaunch:
             describe_stack(stack, ctypes.addressof(self._program) + i * MAP_BYTES)
         for i, (product, after) in enumerate(zip(products, tiles_before(results), strict=True)):
             self._program.products[i] = _described(product, stacks, after=after, last=i == len(products) - 1)
+        if landing is not None:
+            assert landing.table.matrices == batch and landing.table.can_be_landed_on, "the caller looks at the table"
+            last = products[-1]
+            assert not last.mirrored and not last.added, "only whole products land, as they are"
+            self._program.products[len(products) - 1].lands = landing.flag
         counted = ctypes.c_void_p(None if written is None else written.data_ptr())
         numbers = (ctypes.c_void_p(table.data_ptr()), ctypes.c_int(len(table)), counted, ctypes.c_int(batch))
-        self._kept = numbers  # the arguments are their addresses
-        addresses = [ctypes.addressof(each) for each in (self._program, *numbers)]
-        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, (ctypes.c_void_p * 5)(*addresses))
+        landed_on = Arguments() if landing is None else Arguments(*landing.addresses)
+        self._kept = (*numbers, landed_on)  # the arguments are their addresses
+        addresses = [ctypes.addressof(each) for each in (self._program, *self._kept)]
+        self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, (ctypes.c_void_p * 6)(*addresses))
 
     def __call__(self) -> None:
         """Launch it on the current stream."""

@@ -190,6 +190,12 @@ __device__ __forceinline__ void put_blocks_transposed(uint32_t address, const ui
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
+// Four numbers side by side.
+__device__ __forceinline__ uint2 get_pairs(uint32_t address) {
+  uint2 pairs;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(pairs.x), "=r"(pairs.y) : "r"(address) : "memory");
+  return pairs;
+}
 __device__ __forceinline__ unsigned short get_number(uint32_t address) {
   unsigned short value;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");

@@ -15,6 +15,7 @@ from meshmuon.errors import message
 from meshmuon.kernels import clusters, elementwise
 from meshmuon.kernels.agenda import Product, Result
 from meshmuon.kernels.hopper import why_impossible
+from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
@@ -135,7 +136,7 @@ def _few(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return _gram(device, dtype)
     stacks = [_factors(device, dtype, 1, rows, 208) for rows in FEW_TILES]
     got, expected = zip(*(_all_terms(x, torch.bmm(x, x.mT)) for x in stacks), strict=True)
-    return torch.cat([each.flatten() for each in got]), torch.cat([each.flatten() for each in expected])
+    return _flat(list(got)), _flat(list(expected))
 
 
 def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -179,6 +180,40 @@ def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tens
     clusters.ClusterLaunch(products, [x, r, product], written)()
     expected = torch.bmm(x.double(), x.double().mT).to(dtype)
     return product, torch.bmm(expected.double(), x.double())
+
+
+def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The product of the check before, taken as a step by parameters: half of them lie as it does, half across."""
+    x = _stack(device, dtype)
+    batch, m, n = x.shape
+    results = (Result(m, n, mirrored=False),)
+    if not clusters.can_run(device, dtype, batch=batch, results=results):
+        return _gram(device, dtype)
+    half, direction = batch // 2, torch.bmm(x.double() @ x.double().mT, x.double()).float()
+    params = [_numbers(device, torch.float32, half, *sides) for sides in ((m, n), (n, m))]
+    slots = [
+        Slot(
+            param=param,
+            buffer=param,
+            grad=param,
+            input_offset=None,
+            direction_offset=i * half * m * n,
+            padded=(m, n),
+            turned=i > 0,
+            scale=0.25,
+        )
+        for i, param in enumerate(params)
+    ]
+    expected = [0.8 * params[0] - 0.5 * direction[:half], 0.8 * params[1] - 0.5 * direction[half:].mT]
+    lr, decay = (torch.full((1,), number, dtype=torch.float32, device=device) for number in (2.0, 0.1))
+    landing = Landing(build_tables(slots)[0][0], lr, decay, proceed=_go(device))
+    factor = torch.bmm(x, x.mT)
+    clusters.ClusterLaunch([Product(0, 1, None, 2, mirrored=False)], [factor, x, torch.empty_like(x)], None, landing)()
+    return _flat(params).to(dtype), _flat(expected)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _slot(device: torch.device) -> Slot:
@@ -272,5 +307,6 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] 
     "symmetric_matmul (gram)": _gram,
     "symmetric_matmul (quadratic)": _quadratic,
     "one product after the other": _one_after_the_other,
+    "steps where directions are computed": _landing,
     FEW: _few,
 }

@@ -63,7 +63,13 @@ class TensorTable:
         rows = _rows(slots)
         self.matrices = len(rows)
         self.tiles = max(_tiles(slot.padded) for slot in slots)
+        self.in_order = _are_in_order(slots)
         self.entries = _upload(rows, device=slots[0].param.device)
+
+    @property
+    def can_be_landed_on(self) -> bool:
+        """Whether its parameters can take steps where directions are computed. See [Note: landing] in landing.py."""
+        return self.aligned and self.in_order and self.param_dtype == torch.float32
 
     def is_current(self, slots: Sequence[Slot]) -> bool:
         """Tell whether the tensors still lie where the table says. Costs about 0.2 µs of host time per tensor.
@@ -91,6 +97,7 @@ class TensorTable:
         )
         if not same or len(rows) != self.matrices or max(_tiles(slot.padded) for slot in slots) != self.tiles:
             raise ValueError(message("table", found="other dtypes, sizes or alignment", do="Build the tables anew"))
+        self.in_order = _are_in_order(slots)
         self.entries.copy_(_host(rows, self.entries.device), non_blocking=True)
         self._addresses = _addresses(slots)  # last: if there is no memory for the copy, the table is still the old one
 
@@ -149,6 +156,16 @@ def _check(slot: Slot) -> None:
     if slot.padded[0] < rows or slot.padded[1] < cols:
         found = f"{slot.padded} for a matrix of {(rows, cols)}"
         raise ValueError(message("padded", found=found, do="Leave room for the whole matrix"))
+
+
+def _are_in_order(slots: Sequence[Slot]) -> bool:
+    """Whether the directions of all matrices stand one behind the other, in the order of the table."""
+    end = 0
+    for slot in slots:
+        if slot.direction_offset != end:
+            return False
+        end += slot.padded[0] * slot.padded[1] * (slot.param.shape[0] if slot.param.ndim == 3 else 1)
+    return True
 
 
 def _stored_transposed(slot: Slot) -> bool:

@@ -20,6 +20,7 @@ from meshmuon.config import DTypeChoice, Form, Orthogonalizer
 from meshmuon.errors import message
 from meshmuon.kernels import elementwise
 from meshmuon.kernels.crew import share
+from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.self_check import check_alone, check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule, resolve_schedule
@@ -151,6 +152,30 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
     del x  # the iteration is to be the only one that holds it
     if recipe.one_by_one:
         return _one_by_one(taken(start), recipe)[:, :m, :n]
+    return _iterate(start, recipe)[:, :m, :n]
+
+
+def orthogonalize_onto(
+    landing: Landing | None, x: Given, recipe: Recipe, *, partials: Tensor | None = None
+) -> Tensor | None:
+    """Compute polar factors that parameters take as steps where they are computed, if that can be.
+
+    Args:
+        landing: The parameters; None: there are none that can.
+        x: As in `orthogonalize_stack`.
+        recipe: As in `orthogonalize_stack`.
+        partials: As in `orthogonalize_stack`.
+
+    Returns:
+        None if the steps have been taken, else what `orthogonalize_stack` gives.
+    """
+    program, (batch, m, n) = recipe.program, (x[0] if isinstance(x, list) else x).shape
+    if landing is None or program is None or not batch:
+        return orthogonalize_stack(x, recipe, partials=partials)
+    start = [_normalised_by_kernels(taken(x), recipe, partials, consume=isinstance(x, list))]
+    if can_run(program, start[0]):
+        run_program(program, start, landing)
+        return None
     return _iterate(start, recipe)[:, :m, :n]
 
 

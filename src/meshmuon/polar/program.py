@@ -19,6 +19,7 @@ from torch import Tensor
 from meshmuon.kernels import clusters
 from meshmuon.kernels.agenda import Product, Second
 from meshmuon.kernels.clusters import ClusterLaunch
+from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
 from meshmuon.kernels.tables import whereabouts
 from meshmuon.polar.coefficients import Schedule, Triple
@@ -211,15 +212,16 @@ def can_run(program: Program, x: Tensor) -> bool:
     return clusters.can_run(x.device, x.dtype, batch=len(x), results=results)
 
 
-def run_program(program: Program, x: Given) -> Tensor:
+def run_program(program: Program, x: Given, landing: Landing | None = None) -> Tensor:
     """Run a program.
 
     Args:
         program: What `can_run`.
         x: (batch, m, n), contiguous, in 16 bits, sides multiples of 16; given away in a list: it is overwritten.
+        landing: What takes the result as a step, instead of having it written; or None.
 
     Returns:
-        The result.
+        The result; memory that nothing was written to if it has landed.
     """
     x = taken(x)
     stacks = [x, *(x.new_empty(shape) for shape in _shapes(program, x)[1:])]
@@ -227,7 +229,7 @@ def run_program(program: Program, x: Given) -> Tensor:
         high, rest = program.halves
         symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
     written = clusters.counters(x)  # kept until the launch: it is known by its address
-    _bind(program, stacks, written)()
+    _bind(program, stacks, written, landing)()
     _known[program].runnable.add(_kind(x))
     return stacks[program.result]
 
@@ -241,12 +243,13 @@ def _shapes(program: Program, x: Tensor) -> list[tuple[int, ...]]:
     return [(batch, m, m if side == "m" else n) for side in program.columns]
 
 
-def _bind(program: Program, stacks: list[Tensor], written: Tensor) -> ClusterLaunch:
+def _bind(program: Program, stacks: list[Tensor], written: Tensor, landing: Landing | None) -> ClusterLaunch:
     """The launch on this memory."""
-    key = (stacks[0].shape, *map(whereabouts, stacks), written.data_ptr())
+    landed_on = None if landing is None else (landing.flag, *landing.addresses)
+    key = (stacks[0].shape, *map(whereabouts, stacks), written.data_ptr(), landed_on)
     known = _known.setdefault(program, _Known()).launches
     if key not in known:
         if len(known) >= _MOST_BOUND:
             known.clear()
-        known[key] = ClusterLaunch(program.products, stacks, written)
+        known[key] = ClusterLaunch(program.products, stacks, written, landing)
     return known[key]

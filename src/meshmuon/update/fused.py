@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.kernels import elementwise
+from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.self_check import check_kernels
 from meshmuon.kernels.tables import Slot, TensorTable, build_tables, count_partials
 from meshmuon.plan.bucket import Bucket, Plan
@@ -151,19 +152,41 @@ class BucketUpdates:
         if prepared is None:
             apply_update_(matrices, directions, rule)
             return
+        lr, decay, proceed = self._numbers_of(bucket, rule)
+        for launch in prepared.launches:
+            elementwise.apply_update(
+                launch.table, directions, lr=lr, weight_decay=decay, mode=rule.weight_decay_mode, proceed=proceed
+            )
+
+    def landing(self, bucket: Bucket, rule: ApplyRule) -> Landing | None:
+        """Say which parameters can take their steps where directions are computed, so that `apply` has nothing to do.
+
+        Args:
+            bucket: The bucket, whose momentum has been advanced.
+            rule: The numbers of this step.
+
+        Returns:
+            All of the bucket's, or None.
+        """
+        prepared = self._prepared.get(bucket.number)
+        if bucket.route is not Route.LOCAL or prepared is None or len(prepared.launches) != 1:
+            return None
+        table = prepared.launches[0].table
+        whole = table.matrices == bucket.computed_by(None)
+        if bucket.recipe.program is None or not whole or not table.can_be_landed_on:
+            return None
+        lr, decay, proceed = self._numbers_of(bucket, rule)
+        cautious = rule.weight_decay_mode == "cautious"
+        return Landing(table, lr, None if rule.weight_decay_mode == "l2" else decay, cautious, proceed)
+
+    def _numbers_of(self, bucket: Bucket, rule: ApplyRule) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Learning rate, weight decay and whether to proceed, where the bucket is."""
         if isinstance(rule.lr, Tensor) and _is_on(rule.lr, bucket.device):
             lr = rule.lr.to(torch.float32)
         else:
             lr = self.live("lr", bucket.group, bucket.device, (float(rule.lr),))
-        for launch in prepared.launches:
-            elementwise.apply_update(
-                launch.table,
-                directions,
-                lr=lr,
-                weight_decay=self.live("decay", bucket.group, bucket.device, (rule.weight_decay,)),
-                mode=rule.weight_decay_mode,
-                proceed=None if rule.proceed is None else rule.proceed.to(bucket.device),
-            )
+        decay = self.live("decay", bucket.group, bucket.device, (rule.weight_decay,))
+        return lr, decay, None if rule.proceed is None else rule.proceed.to(bucket.device)
 
     def forget_tensors(self) -> None:
         """Let go of all tensors; tables of addresses are kept. For state that was lent for one step only."""
