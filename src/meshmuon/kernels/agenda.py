@@ -3,6 +3,9 @@
 [Note: order] Products that follow each other wait for each other, matrix by matrix. So all matrices of a set go through
 one product before any goes through the next: by the time a matrix comes round again, its tiles are long written. Sets
 are as small as that allows, since what a set works on is to stay in the GPU's cache.
+
+[Note: halves] A product alone often ends with a round in which few blocks have a tile. Its tiles are cut in two then,
+64 rows for each block of a cluster, and the round takes half as long. Bits stay: a sum is added up in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from torch import Tensor
 
 TILE = 128
 _BAND = 16  # tile rows walked together, column by column: their operands stay in L2
-_SHARED, _IDLE, _PRODUCT_SHIFT = 1, 2, 8  # flags, as in clusters.cu
+_BOXES = 2  # of 64 rows or columns along a side of a tile: places are counted in them
+_SHARED, _IDLE, _SHORT, _PRODUCT_SHIFT = 1, 2, 16, 8  # flags, as in clusters.cu
 _WAVES_BETWEEN = 2.5  # until what one wave of tiles computes is written, about two more have begun (measured)
 
 
@@ -97,9 +101,10 @@ class Item(NamedTuple):
 
     Attributes:
         matrix: Which one of the stack.
-        row: Of tiles.
-        col: Of tiles.
-        flags: Whether the pair shares the operand of its column; whether there is nothing to compute; which product.
+        row: Where its first row is, in boxes of 64.
+        col: Where its first column is, in boxes of 64.
+        flags: Whether the pair shares the operand of its column; whether there is nothing to compute; whether it is one
+            box high instead of two; which product.
     """
 
     matrix: int
@@ -157,10 +162,10 @@ def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[t
     waiting: Item | None = None
     for matrix in matrices:
         for _, col, row in shared:
-            first, second = (Item(matrix, r, col, _SHARED | number) for r in (row, row + 1))
-            pairs.append((first, second))
+            upper, lower = (Item(matrix, _BOXES * r, _BOXES * col, _SHARED | number) for r in (row, row + 1))
+            pairs.append((upper, lower))
         for row, col in single:
-            item = Item(matrix, row, col, number)
+            item = Item(matrix, _BOXES * row, _BOXES * col, number)
             if waiting is None:
                 waiting = item
             else:
@@ -180,12 +185,37 @@ def list_pairs(batch: int, results: Sequence[Result], clusters: int) -> Tensor:
         clusters: How many pairs are computed at a time.
 
     Returns:
-        (pairs, 2, 4), in 32 bits: for either block the matrix, the tile's row and column (16 bits each), its flags, and
-        nothing: the kernel sends 16 bytes.
+        (pairs, 2, 4), in 32 bits: for either block the matrix, row and column (16 bits each, in boxes of 64), flags,
+        and nothing: the kernel sends 16 bytes.
     """
     patterns = [_pattern(result, product) for product, result in enumerate(results)]
     sets = even_sets(batch, set_size(batch, results, clusters))
-    return torch.cat([_repeated(pattern, matrices) for matrices in sets for pattern in patterns])
+    pairs = torch.cat([_repeated(pattern, matrices) for matrices in sets for pattern in patterns])
+    alone = len(results) == 1 and results[0].mirrored  # what waits counts whole tiles; halves have no turned operands
+    return last_in_halves(pairs, clusters) if alone else pairs
+
+
+def last_in_halves(pairs: Tensor, clusters: int) -> Tensor:
+    """Cut the tiles of the last round in halves, if there are no more of them than clusters. See [Note: halves].
+
+    A tile whose lower half is outside of the matrix is cut as well: by itself it would take as long as two halves.
+
+    Args:
+        pairs: As `list_pairs` gives them, of one symmetric product.
+        clusters: How many pairs are computed at a time. They take them in turn.
+
+    Returns:
+        The same tiles: pairs of full rounds as they were, and then a pair for each tile that is left.
+    """
+    full = len(pairs) // clusters * clusters
+    left = pairs[full:].flatten(0, 1)
+    left = left[left[:, 2] & _IDLE == 0]
+    if not 0 < len(left) <= clusters:
+        return pairs
+    halves = left[:, None].repeat(1, 2, 1)
+    halves[:, 1, 1] += 1  # a box further down
+    halves[:, :, 2] |= _SHARED | _SHORT
+    return torch.cat([pairs[:full], halves])
 
 
 class _Pattern(NamedTuple):

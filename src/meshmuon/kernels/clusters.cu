@@ -7,12 +7,12 @@
 // next then takes boxes from the triangle that is there, and has the tensor cores read them turned. That is half of the
 // bytes to write and to hold in the cache, and the same bits.
 //
-// Tiles are 128x128. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles of one column: each
-// loads its own rows of A, and half of B for both. In a block, two groups of 128 threads take turns: while one multiplies
-// its tile, the other rounds the one before and puts it into staging memory. Four warps serve them: one takes tiles and
-// looks ahead for what may be loaded, one loads, and two store what is staged. So the tensor cores never wait for memory.
-// What is multiplied passes through a ring of slots in shared memory; so do C and E, in slots of their own behind the last
-// one of their tile.
+// Tiles are 128x128. Two thread blocks on neighbouring multiprocessors (a cluster) take two tiles of one column, or the
+// upper and the lower half of one: each loads its own rows of A, and half of B for both. In a block, two groups of 128
+// threads take turns: while one multiplies its tile, the other rounds the one before and puts it into staging memory. Four
+// warps serve them: one takes tiles and looks ahead for what may be loaded, one loads, and two store what is staged. So
+// the tensor cores never wait for memory. What is multiplied passes through a ring of slots in shared memory; so do C and
+// E, in slots of their own behind the last one of their tile.
 //
 // A product may read what one before it wrote. For each matrix a counter says how many tiles are written, of all products
 // so far; the warp that looks ahead waits until it says enough. Clusters take pairs of tiles in the order of one list, as
@@ -34,6 +34,7 @@ constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 colum
 constexpr int kAhead = 4;                         // items that are known before they are done; even, for two groups
 constexpr int kShared = 1, kIdle = 2;             // flags of an item: B is the other block's too; there is nothing to do
 constexpr int kEnd = 4, kPastEnd = 8;             // the list is at its end; one more item, for whoever looks at every other
+constexpr int kShort = 16;                        // half a tile, 64 rows: boxes 0 and 1, and of A one box instead of two
 constexpr int kProductShift = 8;                  // what is left of an item's flags is the number of its product
 constexpr int kMostMaps = 12, kMostProducts = 39;
 static_assert(kAhead % 2 == 0, "a group has to find its items in the same slots again");
@@ -106,6 +107,7 @@ struct Item {
   int matrix, row, col, flags, position;  // the last: in the ring, of all that was loaded before
   __device__ __forceinline__ bool idle() const { return flags & kIdle; }
   __device__ __forceinline__ bool shared() const { return flags & kShared; }
+  __device__ __forceinline__ bool is_short() const { return flags & kShort; }
   __device__ __forceinline__ bool ends() const { return flags & (kEnd | kPastEnd); }
   __device__ __forceinline__ bool past_end() const { return flags & kPastEnd; }
   __device__ __forceinline__ int product() const { return flags >> kProductShift; }
@@ -121,7 +123,7 @@ struct Mail {
     barrier_wait(full + 8 * slot, (number / kAhead) & 1);
     const int4 sent = get_sent(items + 16 * slot);
     const int place = uniform(sent.y);
-    const Item item = {uniform(sent.x), (place & 0xFFFF) * 128, (place >> 16) * 128, uniform(sent.z), uniform(sent.w)};
+    const Item item = {uniform(sent.x), (place & 0xFFFF) * 64, (place >> 16) * 64, uniform(sent.z), uniform(sent.w)};
     if (leads()) barrier_arrive_having(sent.x, empty + 8 * slot, 0);
     return item;
   }
@@ -141,7 +143,7 @@ constexpr int kReaders = 2 * (1 + 1 + 1 + 4);
 
 // The list, and one thread that goes through it and sends what it takes to both blocks.
 struct Agenda {
-  const int4* items;  // two for each pair: matrix, row and column of tiles, flags
+  const int4* items;  // two for each pair: matrix, row and column in boxes of 64, flags
   int pairs;
   int* taken;         // how many of the pairs are; null where clusters take them in turn, since no product waits for another
   int pair = 0;       // the one to be sent next
@@ -203,6 +205,7 @@ __device__ __forceinline__ void load_tile(
   const TensorMap &a = program.maps[product.a], &b = program.maps[product.b];
   const int steps = product.steps, a_turns = product.a_turns(item.row), b_turns = product.b_turns(item.col);
   const int mine = item.col + (item.shared() ? 64 * rank : 0);
+  const uint32_t bytes = kSlotBytes - (item.is_short() ? kBoxBytes : 0);  // of A, B and the other block's part of B
   for (int step = 0; step < steps; ++step, ring.next()) {
     ring.wait_empty();
     if (leads()) {
@@ -210,9 +213,9 @@ __device__ __forceinline__ void load_tile(
       const bool a_turned = step >= a_turns, b_turned = step >= b_turns;
       const int2 top = corner(a_turned, 64 * step, item.row), bottom = corner(a_turned, 64 * step, item.row + 64);
       const int2 left = corner(b_turned, 64 * step, mine), right = corner(b_turned, 64 * step, mine + 64);
-      barrier_expect(barrier, kSlotBytes);
+      barrier_expect(barrier, bytes);
       load(to, a, barrier, top.x, top.y, item.matrix);
-      load(to + kBoxBytes, a, barrier, bottom.x, bottom.y, item.matrix);
+      if (!item.is_short()) load(to + kBoxBytes, a, barrier, bottom.x, bottom.y, item.matrix);
       if (item.shared()) {
         load_for_both(to_b + rank * kBoxBytes, b, barrier, left.x, left.y, item.matrix);
       } else {
@@ -223,7 +226,8 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
-// C alone takes a slot. With E, the upper halves of both take one, and the lower halves the next.
+// C alone takes a slot. With E, the upper halves of both take one, and the lower halves the next. For half a tile, what is
+// below it comes as well, and is not used.
 __device__ __forceinline__ void load_added(Ring& ring, const Program& program, const Product& product, Item item) {
   for (int slot = 0; slot < product.added; ++slot, ring.next()) {
     ring.wait_empty();
@@ -278,13 +282,15 @@ struct Staging {
 __device__ __forceinline__ bool side_by_side(Item item, const Product& product) {
   return !product.mirrored || (product.half_d && item.row != item.col);
 }
-// Where the box number 0...3 of a tile begins, and whether it is computed: what is above the diagonal is not.
+// Where the box number 0...3 of a tile begins, and whether it is computed: what is above the diagonal is not, and of half
+// a tile there are two.
 struct Box {
   int row, col;
   bool there;
   __device__ __forceinline__ Box(int number, Item item, const Product& product)
       : row(item.row + 64 * (number / 2)), col(item.col + 64 * (number % 2)),
-        there(row < product.rows && (product.mirrored ? col <= row : col < product.cols)) {}
+        there(row < product.rows && (product.mirrored ? col <= row : col < product.cols) &&
+              !(number >= 2 && item.is_short())) {}
 };
 
 __device__ __forceinline__ void store_tile(Staging staging, const TensorMap& d, Item item, const Product& product) {
@@ -328,6 +334,10 @@ __device__ __forceinline__ void store_items(Staging staging, Mail mail, const Pr
 
 // ---- a group of 128 threads that multiplies
 
+// Which sums of a tile a step adds to: all; on the diagonal, all but the right half of the upper ones, which is above it;
+// of half a tile, wherever it is, the upper ones.
+enum Sums { kAll, kOnDiagonal, kUpper };
+
 struct Group : Threads {
   Ring ring;
   Staging staging;
@@ -351,8 +361,7 @@ struct Group : Threads {
     }
   }
 
-  // Of a tile on the diagonal, what is above it is not computed: of its upper half only the left one.
-  template <bool DIAGONAL, bool A_TURNED, bool B_TURNED, bool FIRST = false>
+  template <Sums SUMS, bool A_TURNED, bool B_TURNED, bool FIRST = false>
   __device__ __forceinline__ void start(float (&top)[64], float (&bottom)[64]) const {
     constexpr int kAcross = 16 * 128 >> 4, kAlong = 16 * 2 >> 4;  // 16 rows, or 16 numbers of a row
     constexpr int kStepA = A_TURNED ? kAcross : kAlong, kStepB = B_TURNED ? kAcross : kAlong;
@@ -362,22 +371,24 @@ struct Group : Threads {
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const bool keep = !(FIRST && part == 0);
-      if constexpr (DIAGONAL) {
+      if constexpr (SUMS == kOnDiagonal) {
         multiply_left<A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
       } else {
         multiply<A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
       }
-      multiply<A_TURNED, B_TURNED>(bottom, a + (kBoxBytes >> 4) + kStepA * part, b + kStepB * part, keep);
+      if constexpr (SUMS != kUpper) {
+        multiply<A_TURNED, B_TURNED>(bottom, a + (kBoxBytes >> 4) + kStepA * part, b + kStepB * part, keep);
+      }
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
   // Goes on to some step; `previous` is the slot that the products before still read.
-  template <bool DIAGONAL, bool A_TURNED, bool B_TURNED>
+  template <Sums SUMS, bool A_TURNED, bool B_TURNED>
   __device__ __forceinline__ void go_on(float (&top)[64], float (&bottom)[64], int& step, int end, int& previous) {
 #pragma unroll 1
     for (; step < end; ++step) {
-      start<DIAGONAL, A_TURNED, B_TURNED>(top, bottom);
+      start<SUMS, A_TURNED, B_TURNED>(top, bottom);
       products_wait<1>();
       release(previous);
       previous = ring.slot;
@@ -387,23 +398,28 @@ struct Group : Threads {
 
   // All products of a tile are under way afterwards; gives the slot that the last ones still read. On the diagonal, a
   // triangle A has a triangle B beside it, so that A never turns before B; and nothing is turned from the first step on.
-  template <bool DIAGONAL>
+  //
+  // Half a tile is one of a symmetric product alone, in which nothing is turned. Its first step is that of a whole tile:
+  // lower sums that nobody takes, of whatever is where A's lower box would be. With a first step of its own, the compiler
+  // would have to bring three beginnings together, and spills registers.
+  template <Sums SUMS>
   __device__ __forceinline__ int accumulate(float (&top)[64], float (&bottom)[64], Item item, const Product& product) {
     const int a_turns = product.a_turns(item.row), b_turns = product.b_turns(item.col), steps = product.steps;
-    if (DIAGONAL || b_turns > 0) {
-      start<DIAGONAL, false, false, true>(top, bottom);
+    if (SUMS == kOnDiagonal || b_turns > 0) {
+      start<SUMS, false, false, true>(top, bottom);
     } else {
-      start<DIAGONAL, false, true, true>(top, bottom);
+      start<SUMS, false, true, true>(top, bottom);
     }
     int step = 1, previous = ring.slot;
     ring.next();
-    go_on<DIAGONAL, false, false>(top, bottom, step, min(a_turns, b_turns), previous);
-    if (!DIAGONAL && a_turns < b_turns) {
-      go_on<DIAGONAL, true, false>(top, bottom, step, b_turns, previous);
+    if (SUMS == kAll && item.is_short()) go_on<kUpper, false, false>(top, bottom, step, steps, previous);
+    go_on<SUMS, false, false>(top, bottom, step, min(a_turns, b_turns), previous);
+    if (SUMS == kAll && a_turns < b_turns) {
+      go_on<SUMS, true, false>(top, bottom, step, b_turns, previous);
     } else {
-      go_on<DIAGONAL, false, true>(top, bottom, step, a_turns, previous);
+      go_on<SUMS, false, true>(top, bottom, step, a_turns, previous);
     }
-    go_on<DIAGONAL, true, true>(top, bottom, step, steps, previous);
+    go_on<SUMS, true, true>(top, bottom, step, steps, previous);
     return previous;
   }
 
@@ -534,7 +550,7 @@ struct Group : Threads {
     round<0, RESULTS, ADDED>(top, out, terms, slots, item.row, item.col);
     round<1, RESULTS, ADDED>(top, out, terms, slots, item.row, item.col);  // above the diagonal this is nothing, and goes nowhere
     if constexpr (ADDED > 1) release_read(ring.slot);
-    round<2, RESULTS, ADDED>(bottom, out, terms, slots, item.row, item.col);
+    round<2, RESULTS, ADDED>(bottom, out, terms, slots, item.row, item.col);  // of half a tile, this and the next go nowhere
     round<3, RESULTS, ADDED>(bottom, out, terms, slots, item.row, item.col);
     if constexpr (ADDED > 0) release_read(ADDED > 1 ? behind.slot : ring.slot);
   }
@@ -554,10 +570,10 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
       group.give_turn();
       continue;
     }
-    const bool diagonal = product.mirrored && item.row == item.col;
+    const bool diagonal = product.mirrored && item.row == item.col && !item.is_short();
     float top[64], bottom[64];
-    const int unreleased = diagonal ? group.accumulate<true>(top, bottom, item, product)
-                                    : group.accumulate<false>(top, bottom, item, product);
+    const int unreleased = diagonal ? group.accumulate<kOnDiagonal>(top, bottom, item, product)
+                                    : group.accumulate<kAll>(top, bottom, item, product);
     group.wait_added(product.added);  // before the turn goes on: the other group will come round to these slots
     group.give_turn();
     products_wait<0>();
@@ -588,9 +604,9 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
   group.staging.wait_free();  // all is read
 }
 
-// items: for each pair of tiles, (matrix, row and column of tiles, flags and product, 0) of either block. written: for
-// each matrix, how many of its tiles are, and then how many pairs are taken, from zero on; null where no product waits
-// for another. landing: what the last product lands on, if it does.
+// items: for each pair of tiles, (matrix, row and column in boxes of 64, flags and product, 0) of either block. written:
+// for each matrix, how many of its tiles are, and then how many pairs are taken, from zero on; null where no product
+// waits for another. landing: what the last product lands on, if it does.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     run_program(
         const __grid_constant__ Program program, const int4* items, int pairs, int* written, int matrices,

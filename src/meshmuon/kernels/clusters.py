@@ -187,6 +187,8 @@ class ClusterLaunch:
         kernel = _kernel(device, dtype)
         assert not isinstance(kernel, str), "can_run says whether it can"
         assert written is not None or len(products) == 1, "what waits has to count"
+        has_triangles = any(one.half_a or one.half_b or one.half_d for one in products)
+        assert len(products) > 1 or not has_triangles, "halves of tiles are neither turned nor left unmirrored"
         results = results_of(products, [stack.shape for stack in stacks])
         table = _table_of((device, dtype, batch, results), kernel.clusters)
         self._device = device

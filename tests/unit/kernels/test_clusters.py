@@ -21,7 +21,7 @@ from meshmuon.kernels.agenda import (
 )
 from meshmuon.kernels.configs import choose_config
 
-SHARED, IDLE, SHIFT = 1, 2, 8
+SHARED, IDLE, SHORT, SHIFT = 1, 2, 16, 8
 
 
 def square(m):
@@ -34,7 +34,7 @@ def test_every_tile_of_the_lower_triangle_is_computed_once(batch, m):
     pairs = pair_up(range(batch), square(m))
     found = [item[:3] for pair in pairs for item in pair if not item.flags & IDLE]
     sides = -(-m // 128)
-    wanted = {(z, i, j) for z in range(batch) for i in range(sides) for j in range(i + 1)}
+    wanted = {(z, 2 * i, 2 * j) for z in range(batch) for i in range(sides) for j in range(i + 1)}
     assert len(found) == len(wanted) == batch * square(m).tiles
     assert set(found) == wanted
 
@@ -44,7 +44,7 @@ def test_every_tile_of_a_whole_product_is_computed_once(shape):
     result = Result(*shape, mirrored=False)
     found = [item[:3] for pair in pair_up(range(3), result) for item in pair if not item.flags & IDLE]
     rows, cols = (-(-side // 128) for side in shape)
-    wanted = {(z, i, j) for z in range(3) for i in range(rows) for j in range(cols)}
+    wanted = {(z, 2 * i, 2 * j) for z in range(3) for i in range(rows) for j in range(cols)}
     assert len(found) == len(wanted) == 3 * result.tiles
     assert set(found) == wanted
 
@@ -81,6 +81,52 @@ def test_a_table_lists_all_pairs_in_order():
     assert listed(4, [square(640)], 5) == pair_up(range(4), square(640))
     wide = Result(640, 9000, mirrored=False)
     assert listed(2, [wide], 66) == pair_up(range(2), wide)
+
+
+def halves(item):
+    """Where the boxes of 64 rows are that a thread block computes."""
+    rows = 0 if item.flags & IDLE else 1 if item.flags & SHORT else 2
+    return [(item.matrix, item.row + i, item.col) for i in range(rows)]
+
+
+# Left for the last round of 66 clusters: 36 tiles, 36, 21, 21, 4, 12, 3, 66; in the only round 1, 9, 66.
+HALVED = [(1, 3072), (1, 3000), (1, 2176), (1, 2088), (1, 2048), (4, 1000), (3, 1096), (33, 384)]
+HALVED += [(1, 8), (3, 136), (11, 384)]
+WHOLE = [(2, 1408), (12, 1408), (200, 8), (1, 2688)]  # none, none; 68 and 99, which is more than there are clusters
+
+
+@pytest.mark.parametrize(("batch", "m"), [*HALVED, *WHOLE])
+def test_every_half_of_a_tile_is_computed_once(batch, m):
+    pairs = listed(batch, [square(m)], 66)
+    found = [half for pair in pairs for item in pair for half in halves(item)]
+    tiles = -(-m // 128)
+    wanted = {(z, i, 2 * j) for z in range(batch) for j in range(tiles) for i in range(2 * j, 2 * tiles)}
+    assert len(found) == len(wanted) == 2 * batch * square(m).tiles
+    assert set(found) == wanted
+
+
+@pytest.mark.parametrize(("batch", "m"), HALVED)
+def test_a_last_round_of_few_tiles_takes_half_as_long(batch, m):
+    pairs, rounds, left = listed(batch, [square(m)], 66), *divmod(batch * square(m).tiles, 132)
+    assert len(pairs) == rounds * 66 + left
+    full, last = pairs[: rounds * 66], pairs[rounds * 66 :]
+    assert full == pair_up(range(batch), square(m))[: rounds * 66]
+    assert not any(item.flags & (IDLE | SHORT) for pair in full for item in pair), "every block has a whole tile"
+    for upper, lower in last:
+        assert upper.flags == lower.flags == SHARED | SHORT
+        assert lower == upper._replace(row=upper.row + 1)
+        assert upper.row % 2 == 0
+
+
+@pytest.mark.parametrize(("batch", "m"), WHOLE)
+def test_a_last_round_of_none_or_many_tiles_has_whole_ones(batch, m):
+    assert listed(batch, [square(m)], 66) == pair_up(range(batch), square(m))
+
+
+def test_only_a_symmetric_product_alone_is_cut_in_halves():
+    """What waits for others counts whole tiles, and takes boxes turned, as products that are not symmetric do."""
+    for results in ([square(2048)] * 2, [Result(2048, 136, mirrored=False)]):
+        assert not any(item.flags & SHORT for pair in listed(1, results, 66) for item in pair)
 
 
 PROGRAM = [square(300), square(300), Result(300, 500, mirrored=False)] * 2
@@ -254,11 +300,12 @@ def test_a_program_tells_what_each_product_waits_for():
 def test_a_product_tells_of_two_results_and_of_triangles():
     with pytest.MonkeyPatch.context() as patch:
         _, launched = launched_programs(patch)
-        stacks = [torch.zeros(2, 256, 256, dtype=torch.float16) for _ in range(5)]
+        stacks = [torch.zeros(2, 256, 256, dtype=torch.float16) for _ in range(6)]
         second = Second(4, alpha=5.0, beta=6.0, delta=7.0, gamma=8.0)
         halves = {"half_a": True, "half_b": True, "half_d": True}
         terms = {"alpha": 1.0, "beta": 2.0, "delta": 3.0, "gamma": 4.0}
-        clusters.ClusterLaunch([Product(0, 0, 1, 3, True, e=2, second=second, **terms, **halves)], stacks)()
+        products = [Product(0, 0, 1, 3, True, e=2, second=second, **terms, **halves), Product(3, 0, None, 5, False)]
+        clusters.ClusterLaunch(products, stacks, clusters.counters(stacks[0]))()
     product = launched[0][3][0]
     assert told(product, "a", "b", "c", "e", "d", "second", "added", "twice") == (0, 0, 1, 2, 3, 4, 2, 1)
     assert told(product, "half_a", "half_b", "half_d") == (1, 1, 1)
@@ -273,6 +320,8 @@ def test_a_product_tells_of_two_results_and_of_triangles():
         Product(0, 0, 1, 3, False, e=2, second=Second(4, 1.0, 1.0, 0.0, 0.0)),
         Product(0, 1, None, 3, True, half_a=True),
         Product(0, 1, None, 3, False, half_d=True),
+        Product(0, 1, None, 3, True, half_b=True),
+        Product(0, 1, None, 3, True, half_d=True),
         Product(0, 1, 2, 3, False, e=4),
         Product(0, 1, None, 3, False, gamma=1.0),
         Product(0, 1, None, 1, True),
@@ -295,6 +344,10 @@ def test_the_program_has_the_same_size_here_and_there():
     }
     assert most == {"kMostMaps": clusters.MOST_STACKS, "kMostProducts": clusters.MOST_PRODUCTS}
     assert f"kShared = {agenda._SHARED}, kIdle = {agenda._IDLE};" in lines
+    assert f"kShort = {agenda._SHORT};" in lines
+    taken = [int(lines.split(f"{name} = ")[1].split(";")[0].split(",")[0]) for name in ("kEnd", "kPastEnd")]
+    assert len({agenda._SHARED, agenda._IDLE, agenda._SHORT, *taken}) == 5
+    assert "(place & 0xFFFF) * 64, (place >> 16) * 64" in lines and agenda.TILE == 64 * agenda._BOXES
     assert f"kProductShift = {agenda._PRODUCT_SHIFT};" in lines
     slots, ahead = (int(lines.split(f"constexpr int {name} = ")[1].split(";")[0]) for name in ("kSlots", "kAhead"))
     ring, staging, mail, progress = slots * (2**15 + 16), 4 * 2**13, ahead * (16 + 16), 4
