@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshmuon.kernels import agenda, clusters, cuda
+from meshmuon.kernels import agenda, clusters, cuda, landing
 from meshmuon.kernels.agenda import (
     Item,
     Product,
@@ -20,6 +20,8 @@ from meshmuon.kernels.agenda import (
     tiles_before,
 )
 from meshmuon.kernels.configs import choose_config
+from meshmuon.kernels.landing import Arguments, Landing
+from meshmuon.kernels.tables import FIELDS, Slot, TensorTable
 
 SHARED, IDLE, SHORT, SHIFT = 1, 2, 16, 8
 
@@ -242,11 +244,12 @@ def launched_programs(monkeypatch):
         def launch(stream):
             program = clusters._Program.from_address(arguments[0])
             kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
-            pointers = [
-                kind.from_address(address).value for kind, address in zip(kinds, list(arguments)[1:], strict=True)
-            ]
+            *pointers, landing = list(arguments)[1:]
+            numbers = [kind.from_address(address).value for kind, address in zip(kinds, pointers, strict=True)]
             products = [in_words(product) for product in program.products]
-            launched.append((blocks, threads, stream, products, pointers, arguments[0]))
+            landed_on = Arguments.from_address(landing)
+            addresses = tuple(getattr(landed_on, name) for name, _ in Arguments._fields_)
+            launched.append((blocks, threads, stream, products, numbers, arguments[0], addresses))
 
         return launch
 
@@ -289,7 +292,8 @@ def test_a_program_tells_what_each_product_waits_for():
         written = clusters.counters(x)
         products = [Product(0, 0, None, 1, True), Product(1, 0, None, 2, False), Product(2, 2, None, 1, True)]
         clusters.ClusterLaunch(products, [x, r, product], written)()
-    _, _, _, described, pointers, _ = launched[0]
+    _, _, _, described, pointers, _, landed_on = launched[0]
+    assert not any(landed_on) and not any(product["lands"] for product in described)
     assert pointers[2:] == [written.data_ptr(), 3]
     assert written.tolist() == [0] * 4, "tiles of each matrix, and pairs"
     assert [told(one, "mirrored", "added", "awaited") for one in described[:3]] == [(1, 0, 1), (0, 0, 1), (1, 0, 0)]
@@ -310,6 +314,75 @@ def test_a_product_tells_of_two_results_and_of_triangles():
     assert told(product, "a", "b", "c", "e", "d", "second", "added", "twice") == (0, 0, 1, 2, 3, 4, 2, 1)
     assert told(product, "half_a", "half_b", "half_d") == (1, 1, 1)
     assert product["terms"] == [(1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)]
+
+
+def table_for(batch, m, n, *, first=0, dtype=torch.float32):
+    """A table of parameters whose directions stand one behind the other."""
+    param = torch.zeros(batch, m, n, dtype=dtype)
+    slot = Slot(
+        param=param, buffer=param, grad=param, input_offset=0, direction_offset=first, padded=(m, n), turned=False
+    )
+    return TensorTable([slot])
+
+
+@pytest.mark.parametrize(("cautious", "flag"), [(False, 1), (True, 2)])
+def test_the_last_product_lands_on_parameters(cautious, flag):
+    table, lr, decay = table_for(3, 256, 640), torch.ones(1), torch.ones(1)
+    proceed = torch.ones((), dtype=torch.bool)
+    with pytest.MonkeyPatch.context() as patch:
+        _, launched = launched_programs(patch)
+        x = torch.zeros(3, 256, 640, dtype=torch.float16)
+        stacks = [x, x.new_empty(3, 256, 256), torch.empty_like(x)]
+        products = [Product(0, 0, None, 1, True), Product(1, 0, None, 2, False)]
+        for taker in (Landing(table, lr, decay, cautious, proceed), Landing(table, lr, None)):
+            clusters.ClusterLaunch(products, stacks, clusters.counters(x), taker)()
+    assert [product["lands"] for product in launched[0][3][:3]] == [0, flag, 0]
+    assert launched[0][-1] == tuple(tensor.data_ptr() for tensor in (table.entries, lr, decay, proceed))
+    assert launched[1][-1] == (table.entries.data_ptr(), lr.data_ptr(), None, None), "nothing decays, nobody objects"
+
+
+@pytest.mark.parametrize(
+    ("product", "table"),
+    [
+        (Product(0, 1, None, 2, False), table_for(2, 256, 256)),
+        (Product(0, 1, None, 2, False), table_for(3, 256, 256, first=8)),
+        (Product(0, 1, None, 2, False), table_for(3, 256, 256, dtype=torch.bfloat16)),
+        (Product(0, 1, None, 2, True), table_for(3, 256, 256)),
+        (Product(0, 1, 1, 2, False), table_for(3, 256, 256)),
+    ],
+    ids=["too few", "not in order", "in 16 bits", "a triangle", "added to"],
+)
+def test_what_cannot_land_is_not_launched(product, table):
+    taker = Landing(table, torch.ones(1), None)
+    with pytest.MonkeyPatch.context() as patch:
+        launched_programs(patch)
+        stacks = [torch.zeros(3, 256, 256, dtype=torch.float16) for _ in range(3)]
+        with pytest.raises(AssertionError):
+            clusters.ClusterLaunch([product], stacks, None, taker)
+
+
+def test_the_kernel_reads_the_table_as_it_is_written():
+    fields = dict(pair.split(" = ") for pair in source().split("enum Field { ")[1].split(" }")[0].split(", "))
+    fields = {name: int(number) for name, number in fields.items()}
+    slot = Slot(
+        param=torch.zeros(40, 64).mT[:24],
+        buffer=torch.zeros(24, 40),
+        grad=torch.zeros(24, 40),
+        input_offset=0,
+        direction_offset=0,
+        padded=(24, 40),
+        turned=True,
+        scale=0.5,
+    )
+    (row,) = TensorTable([slot]).entries.tolist()
+    assert fields["kFields"] == len(row) == FIELDS
+    assert row[fields["kGradient"]] == slot.grad.data_ptr() and row[fields["kParameter"]] == slot.param.data_ptr()
+    assert [row[fields[name]] for name in ("kRowStride", "kRows", "kCols", "kTurned")] == [1, 24, 40, 1]
+    assert row[fields["kScale"]] == 0x3F000000, "the bits of 0.5"
+    assert [name for name, _ in Arguments._fields_] == ["entries", "lr", "decay", "proceed"]
+    order = ["entries;", "*lr, *decay;", "proceed;"]
+    assert sorted(order, key=source().split("struct Landing {")[1].index) == order
+    assert f"kDecaysIfAgreed = {landing._LANDS_CAUTIOUSLY};" in source()
 
 
 @pytest.mark.parametrize(
@@ -354,4 +427,5 @@ def test_the_program_has_the_same_size_here_and_there():
     assert ring + staging + mail + progress <= clusters._SHARED_BYTES <= 227 * 1024
     assert ctypes.sizeof(clusters._Described) == 64
     assert ctypes.sizeof(clusters._Program) == 128 * 12 + 64 * 39
-    assert ctypes.sizeof(clusters._Program) + 4 * 8 <= 4096, "what a kernel can be given by value"
+    rest = 4 * 8 + ctypes.sizeof(Arguments)
+    assert ctypes.sizeof(clusters._Program) + rest <= 4096, "what a kernel can be given by value"
