@@ -343,6 +343,14 @@ struct Group : Threads {
   Staging staging;
   int number;
 
+  // The same group, though the compiler cannot know it: what follows from the thread is worked out when it is needed, not
+  // far ahead, in registers that sums are spilled for.
+  __device__ __forceinline__ Group anew() const {
+    Group group = *this;
+    asm volatile("" : "+r"(group.thread));
+    return group;
+  }
+
   // A slot is empty when the groups of both blocks say so: either block may be the one that fills it.
   __device__ __forceinline__ void release(int slot) const {
     if (thread < 2) barrier_arrive_at(ring.empty + 8 * slot, thread);
@@ -461,13 +469,13 @@ struct Group : Threads {
       if (ground.has(row, col + line))
         asm volatile("prefetch.global.L2 [%0];" ::"l"(ground.four_at(row, col + line)) : "memory");
   }
-  // Takes steps along 32 rows of 64 directions that are staged as their parameters are stored, from `row` and `col` on:
-  // four numbers a thread at a time. All that is needed is asked for before the first is used.
+  // Takes the steps of a box of directions that is staged as its parameters are stored, which begin at `row` and `col`:
+  // four numbers a thread at a time. All are asked for before the first is used.
   __device__ __forceinline__ void step_along(
-      uint32_t staged, const Ground& ground, int row, int col, bool if_agreed) const {
-    constexpr int kTurns = 4, kDown = 8;  // a turn of all threads is eight rows
+      uint32_t box, const Ground& ground, int row, int col, bool if_agreed) const {
+    constexpr int kTurns = 8, kDown = 8;  // a turn of all threads is eight rows
     const int down = thread >> 4, across = thread & 15;
-    staged += place(down, across >> 1) + 8 * (across & 1);
+    box += place(down, across >> 1) + 8 * (across & 1);
     row += down, col += 4 * across;
     float4 parameters[kTurns];
 #pragma unroll
@@ -476,7 +484,7 @@ struct Group : Threads {
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       if (!ground.has(row + kDown * turn, col)) continue;
-      const uint2 pairs = get_pairs(staged + 128 * kDown * turn);
+      const uint2 pairs = get_pairs(box + 128 * kDown * turn);
       float4 direction, &parameter = parameters[turn];
       widened(pairs.x, direction.x, direction.y);
       widened(pairs.y, direction.z, direction.w);
@@ -491,8 +499,8 @@ struct Group : Threads {
   template <int BOX>
   __device__ __forceinline__ void land_two(
       const Rounded& out, Item item, const Product& product, const Ground& ground) const {
-    const Box box(BOX, item, product);
-    if (!box.there) return;
+    const Box first(BOX, item, product);
+    if (!first.there) return;
     staging.wait_free();
     if (ground.turned) {
       put_mirrored<BOX>(out, staging.boxes);
@@ -503,10 +511,10 @@ struct Group : Threads {
     }
     sync();
 #pragma unroll 1
-    for (int strip = 0; strip < 4; ++strip) {
-      const int col = box.col + 64 * (strip / 2), down = 32 * (strip % 2);
-      const int row_there = (ground.turned ? col : box.row) + down, col_there = ground.turned ? box.row : col;
-      step_along(staging.boxes + strip * kBoxBytes / 2, ground, row_there, col_there, product.lands == kDecaysIfAgreed);
+    for (int side = 0; side < 2; ++side) {
+      const int col = first.col + 64 * side;
+      const int row_there = ground.turned ? col : first.row, col_there = ground.turned ? first.row : col;
+      step_along(staging.boxes + side * kBoxBytes, ground, row_there, col_there, product.lands == kDecaysIfAgreed);
     }
     staging.give_staged();
   }
@@ -580,25 +588,26 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
     settle(top);
     settle(bottom);
     group.release(unreleased);
+    const Group rounding = group.anew();
     if (product.lands) {
       Rounded out[1];
-      group.round_tile<1, 0>(top, bottom, out, item, product);
-      group.land(out[0], item, product, Ground(landing, item.matrix));
+      rounding.round_tile<1, 0>(top, bottom, out, item, product);
+      rounding.anew().land(out[0], item, product, Ground(landing, item.matrix));
     } else if (product.twice) {
       Rounded out[2];
-      group.round_tile<2, 2>(top, bottom, out, item, product);
-      group.write(out[0], item, product);
-      group.write(out[1], item, product);
+      rounding.round_tile<2, 2>(top, bottom, out, item, product);
+      rounding.anew().write(out[0], item, product);
+      rounding.anew().write(out[1], item, product);
     } else {
       Rounded out[1];
       if (product.added == 0) {
-        group.round_tile<1, 0>(top, bottom, out, item, product);
+        rounding.round_tile<1, 0>(top, bottom, out, item, product);
       } else if (product.added == 1) {
-        group.round_tile<1, 1>(top, bottom, out, item, product);
+        rounding.round_tile<1, 1>(top, bottom, out, item, product);
       } else {
-        group.round_tile<1, 2>(top, bottom, out, item, product);
+        rounding.round_tile<1, 2>(top, bottom, out, item, product);
       }
-      group.write(out[0], item, product);
+      rounding.anew().write(out[0], item, product);
     }
   }
   group.staging.wait_free();  // all is read
