@@ -309,7 +309,18 @@ def test_without_more_terms_it_has_the_bits_it_had():
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     ("batch", "m", "n"),
-    [(1, 256, 512), (3, 272, 304), (48, 768, 768), (3, 1008, 1040), (5, 1408, 2048), (24, 768, 3072), (2, 2048, 2048)],
+    [
+        (3, 48, 80),
+        (40, 128, 896),
+        (1, 256, 512),
+        (3, 272, 304),
+        (48, 768, 768),
+        (3, 1008, 1040),
+        (5, 1408, 2048),
+        (24, 768, 3072),
+        (2, 2048, 2048),
+        (2, 4096, 4352),
+    ],
 )
 def test_a_program_has_the_bits_of_its_products_one_by_one(batch, m, n, way, dtype):
     x = normalised(batch, m, n, dtype)

@@ -21,7 +21,7 @@ pytestmark = [
 
 # Wide, tall, square; sides that fill no tile, no box and no 16; one matrix and many; all kinds of programs.
 SHAPES = [(256, 512), (512, 256), (768, 768), (1000, 264), (264, 1000), (296, 296), (1408, 2048), (2048, 1408)]
-SHAPES += [(2048, 2048), (512, 2048), (3, 512, 256)]
+SHAPES += [(2048, 2048), (512, 2048), (3, 512, 256), (4096, 4352), (4352, 4096)]
 
 
 def from_memory():

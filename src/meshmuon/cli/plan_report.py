@@ -117,7 +117,7 @@ def _shortened(name: str, width: int) -> str:
 def _batches(forecast: "Forecast") -> Iterator[str]:
     yield f"BATCHES{' of rank 0' if forecast.ranks > 1 else ''}"
     rows = [tuple(map(str, row.values())) for row in batches_of(forecast.plan)]
-    yield table(("matrix", "count", "batches", "route", "ranks", "computed as"), rows, left=frozenset({0, 3, 5}))
+    yield table(("matrix", "count", "parts", "route", "ranks", "computed as"), rows, left=frozenset({0, 3, 5}))
 
 
 def batches_of(plan: "Plan") -> list[dict[str, Any]]:

@@ -47,6 +47,13 @@ class Program:
     result: int
     halves: tuple[int, int] | None
 
+    @property
+    def result_apart(self) -> bool:
+        """Whether the result's stack is there for the last product alone: a result that lands needs none then."""
+        *others, last = self.products
+        used = {stack for product in others for stack in (*_read(product), *product.results)}
+        return self.result not in {0, *used, *_read(last)}
+
     def held(self, m: int, n: int) -> int:
         """Count the numbers that all stacks hold of one matrix.
 
@@ -221,10 +228,13 @@ def run_program(program: Program, x: Given, landing: Landing | None = None) -> T
         landing: What takes the result as a step, instead of having it written; or None.
 
     Returns:
-        The result; memory that nothing was written to if it has landed.
+        The result; if it has landed, memory of its shape with anything in it.
     """
     x = taken(x)
-    stacks = [x, *(x.new_empty(shape) for shape in _shapes(program, x)[1:])]
+    stacks = [x]
+    for number, shape in enumerate(_shapes(program, x)[1:], start=1):
+        unused = landing is not None and number == program.result and program.result_apart
+        stacks.append(x if unused else x.new_empty(shape))
     if program.halves is not None:
         high, rest = program.halves
         symmetric_matmul(x, out=stacks[high], rest=stacks[rest])

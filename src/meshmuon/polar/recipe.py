@@ -19,9 +19,11 @@ from meshmuon.polar.gram import choose_restarts, held_small
 from meshmuon.polar.program import Program, write_program
 from meshmuon.polar.ways import Way, choose_way, count_flops
 
-# The short side up to which products follow each other in one launch; for larger ones cuBLAS multiplies faster. From
-# here on one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at 4096: NOTES.md).
-_PROGRAMS_TO = 2048
+# The short side up to which products follow each other in one launch: measured no further.
+_PROGRAMS_TO = 8192
+# The short side from which one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at
+# 4096: NOTES.md).
+_ALONE_FROM = 2048
 # Numbers a CPU takes through a step at a time: 16 MB in fp32, which its cache holds. With fewer its threads would wait
 # for each other.
 _CPU_NUMBERS = 2**22
@@ -164,9 +166,9 @@ def choose_recipe(
     if programs and program is None:
         way = choose(programs=False)  # too long for one launch
     one_by_one = symmetric and program is None and way.form != "svd"
-    if one_by_one and m <= _PROGRAMS_TO and architecture is None:
+    if one_by_one and m <= _ALONE_FROM and architecture is None:
         check_kernels_ahead(device, compute, alone=FEW)  # which single matrices are given then
-    free = program is not None or (symmetric and m >= _PROGRAMS_TO)  # of charge
+    free = program is not None or (symmetric and m >= _ALONE_FROM)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,

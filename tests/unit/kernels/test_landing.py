@@ -1,0 +1,200 @@
+"""When parameters take their steps where directions are computed. Torch plays the kernel; a GPU checks its bits."""
+
+import ctypes
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from meshmuon import Muon, Orthogonalizer
+from meshmuon.kernels.landing import Landing
+from meshmuon.kernels.tables import Slot, TensorTable
+from meshmuon.polar import orthogonalize as entry
+from meshmuon.polar import program as programs
+from meshmuon.polar import recipe as recipes
+from meshmuon.polar.coefficients import resolve_schedule
+from meshmuon.polar.ways import Way
+from meshmuon.update.fused import BucketUpdates
+
+SHAPES = {"wide": (48, 80), "wide too": (48, 80), "tall": (80, 48), "square": (48, 48)}
+_FIELDS = {"grad": 0, "param": 2, "row stride": 7, "rows": 9, "cols": 10, "turned": 15, "scale": 16}
+
+
+class Kernel:
+    """A launch of clusters.cu, by torch, in the same order of operations."""
+
+    def __init__(self, products, stacks, written=None, landing=None):
+        self.products, self.stacks, self.landing = products, stacks, landing
+
+    def __call__(self):
+        *before, last = self.products
+        for product in before:
+            self._write(product)
+        if self.landing is None:
+            self._write(last)
+        else:
+            a, b = (self.stacks[i].float() for i in last.operands)
+            self._land((last.alpha * (a @ b)).half().float())
+
+    def _write(self, product):
+        a, b = (self.stacks[i].float() for i in product.operands)
+        wanted = [(product.d, product.alpha, product.beta, product.delta, product.gamma)]
+        wanted += [] if product.second is None else [tuple(product.second)]
+        sums = a @ (b.mT if product.mirrored else b)
+        added = [self.stacks[i].float() for i in product.added]
+        for d, alpha, beta, delta, gamma in wanted:
+            total = alpha * sums + gamma * torch.eye(*sums.shape[1:])
+            for factor, term in zip((beta, delta), added, strict=False):
+                total = total + factor * term
+            if product.mirrored:
+                total = total.tril() + total.tril(-1).mT
+            self.stacks[d].copy_(total)
+
+    def _land(self, directions):
+        if self.landing.proceed is not None and not self.landing.proceed:
+            return
+        for row, direction in zip(self.landing.table.entries.tolist(), directions, strict=True):
+            at = {name: row[place] for name, place in _FIELDS.items()}
+            if not at["grad"]:
+                continue
+            numbers = (ctypes.c_float * (at["rows"] * at["row stride"])).from_address(at["param"])
+            param = torch.frombuffer(numbers, dtype=torch.float32)
+            param = param.as_strided((at["rows"], at["cols"]), (at["row stride"], 1))
+            direction = (direction.mT if at["turned"] else direction)[: at["rows"], : at["cols"]]
+            scale = torch.tensor(at["scale"], dtype=torch.int32).view(torch.float32)
+            rate, decay = self.landing.lr[0], self.landing.weight_decay
+            kept = torch.ones(()) if decay is None else 1 - rate * decay[0]
+            decayed = param * kept
+            if self.landing.cautious:
+                decayed = torch.where(direction * param > 0, decayed, param)
+            param.copy_(decayed - direction * (rate * scale))
+
+
+@contextmanager
+def hopper(*, runs=True):
+    """As if there were one. Gives the landings of all launches."""
+    landings = []
+
+    def bind(program, stacks, written, landing):
+        landings.append(landing)
+        return Kernel(program.products, stacks, written, landing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "is_available", lambda *_, **__: True)
+        patch.setattr(entry, "can_run", lambda *_: runs)
+        patch.setattr(programs, "_bind", bind)
+        patch.setattr(programs, "_known", mock.MagicMock())
+        yield landings
+
+
+def trained(shapes=SHAPES, *, steps=2, dtype=torch.float32, spoil=lambda params, step: None, **settings):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes.values()]
+    opt = Muon(list(zip(shapes, params, strict=True)), lr=0.02, orthogonalizer=KERNELS, **settings)
+    with mock.patch.object(BucketUpdates, "apply", autospec=True, side_effect=BucketUpdates.apply) as applied:
+        for step in range(steps):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            spoil(params, step)
+            opt.step()
+    return [p.detach().clone() for p in params], applied.call_count
+
+
+KERNELS = Orthogonalizer(dtype="float16", kernels="triton")
+
+
+def both_ways(**how):
+    landed = trained(**how)
+    with mock.patch.object(BucketUpdates, "landing", return_value=None):
+        return landed, trained(**how)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "cautious", "l2"])
+def test_steps_have_the_bits_of_those_from_memory(mode):
+    with hopper() as landings:
+        (landed, none), (applied, some) = both_ways(weight_decay=0.3, weight_decay_mode=mode)
+        others, _ = trained(weight_decay=0.2, weight_decay_mode=mode)
+    assert none == 0 and some > 0
+    assert all(torch.equal(one, other) for one, other in zip(landed, applied, strict=True))
+    assert not torch.equal(others[0], landed[0]), "all numbers count"
+    taken = [landing for landing in landings if landing is not None]
+    assert taken and {landing.cautious for landing in taken} == {mode == "cautious"}
+    assert all((landing.weight_decay is None) == (mode == "l2") for landing in taken)
+
+
+def test_a_missing_gradient_and_a_skipped_step_leave_parameters_alone():
+    before, _ = trained(steps=0)
+
+    def spoil(params, step):
+        params[0].grad = None
+        if step == 1:
+            params[2].grad[3, 4] = float("nan")
+
+    with hopper(), pytest.warns(UserWarning, match="skipped"):
+        (landed, none), (applied, _) = both_ways(spoil=spoil)
+    assert none == 0
+    assert all(torch.equal(one, other) for one, other in zip(landed, applied, strict=True))
+    assert torch.equal(landed[0], before[0]) and not torch.equal(landed[1], before[1])
+
+
+@pytest.mark.parametrize("shape", [(36, 50), (48, 80)])
+def test_rows_that_are_not_aligned_and_16_bits_take_steps_from_memory(shape):
+    dtype = torch.float32 if shape == (36, 50) else torch.bfloat16
+    with hopper() as landings:
+        _, applied = trained({"w": shape}, dtype=dtype)
+    assert applied == 2 and landings == [None, None]
+
+
+def test_where_a_program_cannot_run_now_directions_are_applied():
+    with hopper(runs=False) as landings:
+        _, applied = trained({"wide": (48, 80)}, steps=1)
+    assert applied == 1 and not landings
+
+
+def test_without_a_program_nothing_lands():
+    _, applied = trained({"wide": (48, 80)}, steps=1)
+    assert applied == 1
+
+
+def test_a_result_that_lands_has_no_memory_of_its_own():
+    schedule, seen = resolve_schedule("polar_express", 5), []
+
+    def launch(products, stacks, *_):
+        seen.append({stack.data_ptr() for stack in stacks})
+        return lambda: None
+
+    table = TensorTable([slot_of(torch.zeros(2, 48, 80))])
+    for way, apart in ((Way("gram", ()), True), (Way("gram", (2,)), False)):
+        program = programs.write_program(schedule, way)
+        assert program.result_apart is apart
+        for landing in (None, Landing(table, torch.ones(1), None)):
+            with mock.patch.object(programs, "ClusterLaunch", launch):
+                programs.run_program(program, [torch.zeros(2, 48, 80, dtype=torch.float16)], landing)
+            assert len(seen.pop()) == len(program.columns) - (apart and landing is not None)
+
+
+def slot_of(param, *, first=0):
+    rows, cols = param.shape[-2:]
+    return Slot(
+        param=param,
+        buffer=param,
+        grad=param,
+        input_offset=0,
+        direction_offset=first,
+        padded=(rows, cols),
+        turned=False,
+    )
+
+
+def test_a_table_knows_whether_it_can_be_landed_on():
+    one, other = torch.zeros(2, 16, 24), torch.zeros(16, 24)
+    slots = [slot_of(one), slot_of(other, first=2 * 16 * 24)]
+    table = TensorTable(slots)
+    assert table.can_be_landed_on
+    swapped = [slot_of(one, first=16 * 24), slot_of(other)]
+    assert not TensorTable(swapped).can_be_landed_on, "directions stand in another order than the table's"
+    table.update(swapped)
+    assert not table.can_be_landed_on
+    assert not TensorTable([slot_of(torch.zeros(16, 20))]).can_be_landed_on, "rows that are not aligned"
+    assert not TensorTable([slot_of(other.bfloat16())]).can_be_landed_on
