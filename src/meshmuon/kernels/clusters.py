@@ -95,8 +95,8 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tu
     return (known or not torch.cuda.is_current_stream_capturing()) and is_available(device, dtype)
 
 
-def is_available(device: torch.device, dtype: torch.dtype, *, architecture: Architecture | None = None) -> bool:
-    """Say whether anything can run in clusters there. The first time, it is compiled.
+def is_possible(device: torch.device, dtype: torch.dtype, *, architecture: Architecture | None = None) -> bool:
+    """Say whether anything could run in clusters there, if it can be compiled.
 
     Args:
         device: Where.
@@ -108,7 +108,23 @@ def is_available(device: torch.device, dtype: torch.dtype, *, architecture: Arch
     """
     if architecture is not None:
         return architecture == "hopper" and dtype in DTYPES
-    return not why_impossible(device, dtype) and not isinstance(_kernel(device, dtype), str)
+    return not why_impossible(device, dtype)
+
+
+def is_available(device: torch.device, dtype: torch.dtype, *, architecture: Architecture | None = None) -> bool:
+    """Say whether anything can run in clusters there. The first time, it is compiled.
+
+    Args:
+        device: Where.
+        dtype: Of the operands.
+        architecture: Of a GPU that is elsewhere, with everything installed; None: look at the device.
+
+    Returns:
+        Whether.
+    """
+    if architecture is not None or not is_possible(device, dtype):
+        return is_possible(device, dtype, architecture=architecture)
+    return not isinstance(_kernel(device, dtype), str)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:

@@ -14,7 +14,9 @@ from meshmuon.kernels.availability import has_triton, is_interpreted
 from meshmuon.kernels.configs import Architecture, architecture_of
 from meshmuon.kernels.cpu_products import prefers_onednn
 
-_SMALLEST_SIDE = 256  # below it a product is launch-bound either way, and cuBLAS has smaller tiles
+# Below it a product by itself is launch-bound either way, and cuBLAS has smaller tiles. All products in one launch take
+# half of the host's time, and of the device's between half and one and a half of it (benchmarks/NOTES.md).
+_SMALLEST_SIDE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ def choose_kernels(
     m: int,
     dtype: torch.dtype,
     device: torch.device,
+    one_launch: bool = False,
     architecture: Architecture | None = None,
 ) -> Dispatch:
     """Choose what the products of one shape are computed with.
@@ -48,6 +51,7 @@ def choose_kernels(
         m: The short side.
         dtype: What products are computed in.
         device: Where.
+        one_launch: Whether all products of an iteration would be one launch.
         architecture: Of a GPU that is elsewhere, with everything installed; None: look at the device.
 
     Returns:
@@ -71,7 +75,7 @@ def choose_kernels(
     architecture = architecture or architecture_of(device)
     if architecture != "hopper":
         return Dispatch("torch", False, f"our kernels are not measured on {architecture}")
-    if m < _SMALLEST_SIDE:
+    if m < _SMALLEST_SIDE and not one_launch:
         return Dispatch("torch", True, f"short side below {_SMALLEST_SIDE}")
     return Dispatch("triton", True, "symmetric results cost half")
 

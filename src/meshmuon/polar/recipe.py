@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from meshmuon.config import Orthogonalizer, Restarts
-from meshmuon.kernels.clusters import is_available
+from meshmuon.kernels.clusters import is_available, is_possible
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.kernels.self_check import FEW, check_kernels_ahead
@@ -153,18 +153,23 @@ def choose_recipe(
     """
     compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
     orthogonalizer.check_steps(len(schedule))
-    kernels = choose_kernels(orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture)
+    choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute)
+    which = partial(
+        choose_kernels, orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture
+    )
+    kernels = which(one_launch=m <= _PROGRAMS_TO and is_possible(device, compute, architecture=architecture))
     if kernels.fused and architecture is None:
-        check_kernels_ahead(device, compute)
-    symmetric = kernels.products == "triton"
-    programs = symmetric and m <= _PROGRAMS_TO and is_available(device, compute, architecture=architecture)
-    choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute, symmetric=symmetric)
-    way = choose(programs=programs)
+        check_kernels_ahead(device, compute)  # before anybody waits for what is compiled in the background
+    ours = kernels.products == "triton" and m <= _PROGRAMS_TO
+    programs = ours and is_available(device, compute, architecture=architecture)
+    way = choose(symmetric=kernels.products == "triton", programs=programs)
+    program = write_program(schedule, way) if programs and way.form != "svd" else None
+    if program is None:  # there is no kernel for one, or it would be too long for a launch
+        kernels = which(one_launch=False)
+        way = choose(symmetric=kernels.products == "triton", programs=False)
     if way.form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
-    program = write_program(schedule, way) if programs and way.form != "svd" else None
-    if programs and program is None:
-        way = choose(programs=False)  # too long for one launch
+    symmetric = kernels.products == "triton"
     one_by_one = symmetric and program is None and way.form != "svd"
     if one_by_one and m <= _ALONE_FROM and architecture is None:
         check_kernels_ahead(device, compute, alone=FEW)  # which single matrices are given then

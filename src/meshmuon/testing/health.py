@@ -117,8 +117,10 @@ def kernels(site: Site) -> Iterator[Finding]:
     for device in devices():
         dtype = torch.float32 if device.type == "cpu" else torch.float16
         choices: dict[Dispatch, list[int]] = {}
+        one_launch = clusters.is_available(device, dtype)
         for m in SHORT_SIDES:
-            choices.setdefault(choose_kernels("auto", m=m, dtype=dtype, device=device), []).append(m)
+            choice = choose_kernels("auto", m=m, dtype=dtype, device=device, one_launch=one_launch)
+            choices.setdefault(choice, []).append(m)
         for choice, sides in choices.items():
             work = "element-wise in Triton" if choice.fused else "element-wise by torch"
             detail = f"short side {', '.join(map(str, sides))}: products by {choice.products}, {work}: {choice.reason}"

@@ -240,6 +240,15 @@ def test_larger_ones_and_longer_programs_do_not():
     assert choose(768, 768).in_gram_space().program is None
 
 
+def test_small_ones_are_torchs_unless_all_products_are_one_launch(monkeypatch):
+    assert choose(24, 896).program is not None and choose(24, 896).invariant
+    too_long = choose(128, 512, steps=20)
+    assert (too_long.program, too_long.kernels.products, too_long.fused) == (None, "torch", True)
+    assert too_long.kernels.reason == "short side below 256" and choose(256, 512, steps=20).kernels.products == "triton"
+    monkeypatch.setattr(recipes, "is_available", lambda *_, **__: False)
+    assert choose(128, 512).kernels == too_long.kernels, "what could not be compiled"
+
+
 @pytest.mark.parametrize("steps", [12, 14, 16])
 def test_without_a_program_the_way_is_one_without(steps):
     recipe = choose(1024, 1024, steps=steps)
