@@ -295,6 +295,16 @@ def test_two_results_with_two_more_terms(batch, m, dtype, over):
         assert (got.double() - wide).abs().max() <= torch.finfo(dtype).eps * wide.abs().max()
 
 
+@pytest.mark.parametrize(("batch", "m", "k"), [(3, 136, 200), (24, 768, 3072), (8, 2048, 1032), (1, 3072, 520)])
+def test_both_halves_have_the_bits_of_triton(batch, m, k):
+    x = random(batch, m, k) / k**0.5
+    high, rest, other = (torch.full((batch, m, m), float("nan"), dtype=x.dtype, device="cuda") for _ in range(3))
+    product = Product(0, 0, None, 1, True, second=Second(2, alpha=module.REST_SCALE), in_halves=True)
+    clusters.ClusterLaunch([product], [x, high, rest])()
+    expected = symmetric_matmul_with(TRITON, x, rest=other)
+    assert torch.equal(high, expected) and torch.equal(rest, other) and rest.any()
+
+
 def test_without_more_terms_it_has_the_bits_it_had():
     a, c = (symmetric(12, 1408, 1408, dtype=torch.float16, seed=seed) for seed in (0, 1))
     expected = symmetric_matmul_with(TRITON, a, alpha=0.5, beta=1.5, c=c, gamma=2.0)

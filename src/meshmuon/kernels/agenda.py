@@ -39,9 +39,9 @@ class Second(NamedTuple):
 
     d: int
     alpha: float
-    beta: float
-    delta: float
-    gamma: float
+    beta: float = 0.0
+    delta: float = 0.0
+    gamma: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Product:
         e: Number of the stack E, or None. Only beside C.
         delta: Factor of E.
         second: Another result of the same product, or None.
+        in_halves: Whether that is what rounding takes from the first result, times its alpha; then nothing is added.
         half_a: Whether only the lower triangle of A is there, which is symmetric.
         half_b: The same of B.
         half_d: Whether only the lower triangle of results is to be written. What is above it may be anything.
@@ -76,6 +77,7 @@ class Product:
     e: int | None = None
     delta: float = 0.0
     second: Second | None = None
+    in_halves: bool = False
     half_a: bool = False
     half_b: bool = False
     half_d: bool = False

@@ -1,7 +1,7 @@
 // Products of stacks of matrices, one after the other in a single launch, in 16 bits with fp32 sums, on Hopper (sm_90a):
 //   D = alpha A B^T + beta C + delta E + gamma I where that is known to be symmetric: one triangle is computed;
 //   D = alpha A B + beta C                       where it is not.
-// Of the same product, a second D with other factors can be made.
+// Of the same product, a second D with other factors can be made, or one of what rounding takes from the first.
 //
 // Of a symmetric D, the other triangle is written as the mirror image of the first, or not at all: what is multiplied
 // next then takes boxes from the triangle that is there, and has the tensor cores read them turned. That is half of the
@@ -34,6 +34,7 @@ constexpr uint32_t kSlotBytes = 2 * kTileBytes;   // of A and of B, or 128 colum
 constexpr int kAhead = 4;                         // items that are known before they are done; even, for two groups
 constexpr int kShared = 1, kIdle = 2;             // flags of an item: B is the other block's too; there is nothing to do
 constexpr int kEnd = 4, kPastEnd = 8;             // the list is at its end; one more item, for whoever looks at every other
+constexpr int kTwoHalves = 2;                     // of a product: the second result is what rounding takes from the first
 constexpr int kShort = 16;                        // half a tile, 64 rows: boxes 0 and 1, and of A one box instead of two
 constexpr int kProductShift = 8;                  // what is left of an item's flags is the number of its product
 constexpr int kMostMaps = 12, kMostProducts = 39;
@@ -562,6 +563,14 @@ struct Group : Threads {
     round<3, RESULTS, ADDED>(bottom, out, terms, slots, item.row, item.col);
     if constexpr (ADDED > 0) release_read(ADDED > 1 ? behind.slot : ring.slot);
   }
+  __device__ __forceinline__ void round_tile_in_halves(
+      float (&top)[64], float (&bottom)[64], Rounded (&out)[2], const Product& product) const {
+    const Terms terms[2] = {product.terms[0], product.terms[1]};
+    round_in_halves<0>(top, out, terms);
+    round_in_halves<1>(top, out, terms);
+    round_in_halves<2>(bottom, out, terms);
+    round_in_halves<3>(bottom, out, terms);
+  }
 };
 
 __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Program& program, const Landing& landing) {
@@ -595,7 +604,11 @@ __device__ __forceinline__ void multiply_items(Group& group, Mail mail, const Pr
       rounding.anew().land(out[0], item, product, Ground(landing, item.matrix));
     } else if (product.twice) {
       Rounded out[2];
-      rounding.round_tile<2, 2>(top, bottom, out, item, product);
+      if (product.twice == kTwoHalves) {
+        rounding.round_tile_in_halves(top, bottom, out, product);
+      } else {
+        rounding.round_tile<2, 2>(top, bottom, out, item, product);
+      }
       rounding.anew().write(out[0], item, product);
       rounding.anew().write(out[1], item, product);
     } else {

@@ -33,6 +33,7 @@ _THREADS = 384
 # The ring and its barriers, staging memory, what is sent to all warps and its barriers, progress.
 _SHARED_BYTES = 6 * (2 * TILE * STEP * 2 + 2 * 8) + 4 * STEP * STEP * 2 + 4 * (16 + 2 * 8) + 8
 MOST_STACKS, MOST_PRODUCTS = 12, 39  # as in clusters.cu: all arguments take 4 KB, the most that older drivers pass
+_TWO_HALVES = 2  # as in clusters.cu
 _Key = tuple[torch.device, torch.dtype, int, tuple[Result, ...]]
 _tables: dict[_Key, Tensor] = {}  # kept: there are few shapes, and graphs know addresses
 _lock = threading.Lock()
@@ -259,7 +260,11 @@ def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: 
     assert not set(product.results) & set(product.operands), "tiles read what others write"
     assert product.second is None or product.second.d != product.d, "every result has a place of its own"
     assert product.e is None or product.c is not None, "E is added beside C"
-    assert product.second is None or product.e is not None, "a second result has all terms"
+    if product.in_halves:
+        assert product.second is not None and product.mirrored and not product.added, "nothing is added to halves"
+        assert not product.gamma and product.second[2:] == (0.0, 0.0, 0.0), "nothing is added to halves"
+    else:
+        assert product.second is None or product.e is not None, "a second result has all terms"
     assert product.half_b or not (product.mirrored and product.half_a), "a triangle is multiplied with triangles"
     only_symmetric = product.e is not None or product.gamma or product.half_d
     assert product.mirrored or not only_symmetric, "what is not symmetric has no E, no I and no half"
@@ -268,7 +273,8 @@ def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: 
     c, e = (product.d if stack is None else stack for stack in (product.c, product.e))  # d: not touched
     second = Second(product.d, 0.0, 0.0, 0.0, 0.0) if product.second is None else product.second
     names = (product.a, product.b, c, e, product.d, second.d)
-    flags = (product.mirrored, len(product.added), not last, product.second is not None)
+    twice = _TWO_HALVES if product.in_halves else product.second is not None
+    flags = (product.mirrored, len(product.added), not last, twice)
     halves = (product.half_a, product.half_b, product.half_d, 0)
     terms = (_Terms(product.alpha, product.beta, product.delta, product.gamma), _Terms(*second[1:]))
     return _Described(*names, *flags, *halves, rows, cols, steps, after, (_Terms * 2)(*terms))

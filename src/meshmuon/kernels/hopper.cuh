@@ -287,6 +287,21 @@ struct Threads {
       }
     }
   }
+  // The same for a result in two halves: itself, and what rounding takes from it, times the second alpha.
+  template <int BOX>
+  __device__ __forceinline__ void round_in_halves(float (&t)[64], Rounded (&out)[2], const Terms (&terms)[2]) const {
+#pragma unroll
+    for (int pair = 0; pair < 16; ++pair) {
+      const int sum = 32 * (BOX % 2) + 2 * pair;
+      const float low = __fmul_rn(terms[0].alpha, t[sum]), high = __fmul_rn(terms[0].alpha, t[sum + 1]);
+      const uint32_t both = rounded(low, high);
+      float of_low, of_high;
+      widened(both, of_low, of_high);
+      out[0][16 * BOX + pair] = both;
+      out[1][16 * BOX + pair] = rounded(
+          __fmul_rn(terms[1].alpha, __fsub_rn(low, of_low)), __fmul_rn(terms[1].alpha, __fsub_rn(high, of_high)));
+    }
+  }
   __device__ __forceinline__ static void add(float factor, uint32_t pair, float& low, float& high) {
     float of_low, of_high;
     widened(pair, of_low, of_high);

@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshmuon._compat import plain_arithmetic
 from meshmuon.errors import message
 from meshmuon.kernels import clusters, elementwise
-from meshmuon.kernels.agenda import Product, Result
+from meshmuon.kernels.agenda import Product, Result, Second
 from meshmuon.kernels.hopper import why_impossible
 from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.peaks import PeakFinder
@@ -143,9 +143,19 @@ def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype != torch.float16:
         return _gram(device, dtype)  # nothing else is iterated on in halves
     x = _stack(device, dtype)
-    rest = x.new_empty(*x.shape[:-1], x.shape[-2])
-    high = symmetric_matmul(x, rest=rest)
-    return (high.double() + rest.double() / REST_SCALE).to(torch.float32), torch.bmm(x.double(), x.double().mT)
+    high, rest = (x.new_empty(*x.shape[:-1], x.shape[-2]) for _ in range(2))
+    symmetric_matmul(x, out=high, rest=rest)
+    got, expected = [_from_halves(high, rest)], [torch.bmm(x.double(), x.double().mT)]
+    if clusters.can_run(device, dtype, batch=len(x), results=(Result(x.shape[1], x.shape[1], mirrored=True),)):
+        high, rest = (torch.full_like(high, float("nan")) for _ in range(2))
+        product = Product(0, 0, None, 1, mirrored=True, second=Second(2, alpha=REST_SCALE), in_halves=True)
+        clusters.ClusterLaunch([product], [x, high, rest])()
+        got, expected = [*got, _from_halves(high, rest)], 2 * expected
+    return _flat(got), _flat(expected)
+
+
+def _from_halves(high: Tensor, rest: Tensor) -> Tensor:
+    return (high.double() + rest.double() / REST_SCALE).to(torch.float32)
 
 
 def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
 
 def _product_calls(recipe: Recipe) -> int:
     if recipe.program is not None:
-        return 1 if recipe.program.halves is None else 2
+        return 1
     if recipe.form != "gram":
         return 3 * len(recipe.schedule)
     segments = split_at(recipe.schedule, recipe.restarts)

@@ -20,7 +20,7 @@ from meshmuon.kernels import clusters
 from meshmuon.kernels.agenda import Product, Second
 from meshmuon.kernels.clusters import ClusterLaunch
 from meshmuon.kernels.landing import Landing
-from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
+from meshmuon.kernels.symmetric_matmul import REST_SCALE
 from meshmuon.kernels.tables import whereabouts
 from meshmuon.polar.coefficients import Schedule, Triple
 from meshmuon.polar.operations import Given, taken
@@ -39,13 +39,11 @@ class Program:
         products: In order; their numbers are those of stacks.
         columns: Of each stack: its matrices are m×m or m×n.
         result: The stack in which the result is in the end.
-        halves: The two stacks that x·xᵀ is to be in before, to twice the digits of its dtype; or None.
     """
 
     products: tuple[Product, ...]
     columns: tuple[Side, ...]
     result: int
-    halves: tuple[int, int] | None
 
     @property
     def result_apart(self) -> bool:
@@ -93,7 +91,6 @@ class _Writer:
     def __init__(self) -> None:
         self._columns: list[Side] = ["n"]  # of the values
         self._products: list[Product] = []
-        self._halves: tuple[int, int] | None = None
         self._symmetric: set[int] = set()  # only their lower triangles are read and written
         self.x = 0
 
@@ -111,10 +108,7 @@ class _Writer:
         return self._note(factor, x)
 
     def gram_in_halves(self, x: int) -> tuple[int, int]:
-        assert not self._products and x == self.x, "it is made before the launch"
-        self._halves = self._new("m"), self._new("m")
-        self._symmetric.update(self._halves)
-        return self._halves
+        return self._note(x, x, mirrored=True), self._second({"alpha": REST_SCALE}, in_halves=True)
 
     def congruence(self, factor: int, halves: tuple[int, int]) -> int:
         high, rest = halves
@@ -124,12 +118,14 @@ class _Writer:
     def combined(self, left: int, right: int, added: Sequence[int], wanted: Sequence[Terms]) -> list[int]:
         c, e = (*added, None)[:2]
         first = self._note(left, right, c=c, e=e, mirrored=True, **_factors(wanted[0]))
-        if len(wanted) == 1:
-            return [first]
-        second = self._new("m")
-        self._products[-1] = replace(self._products[-1], second=Second(second, **_factors(wanted[1])))
-        self._symmetric.add(second)
-        return [first, second]
+        return [first] if len(wanted) == 1 else [first, self._second(_factors(wanted[1]))]
+
+    def _second(self, factors: dict[str, float], *, in_halves: bool = False) -> int:
+        """One more result of the product that was noted last."""
+        d = self._new("m")
+        self._products[-1] = replace(self._products[-1], second=Second(d, **factors), in_halves=in_halves)
+        self._symmetric.add(d)
+        return d
 
     def _new(self, columns: Side) -> int:
         self._columns.append(columns)
@@ -158,8 +154,7 @@ class _Writer:
                 free[side].append(len(columns) - 1)
             stacks[value] = free[side].pop()
 
-        for value in (self.x, *(self._halves or ())):
-            place(value)
+        place(self.x)
         products = []
         for step, product in enumerate(self._products):
             done = {value for value in _read(product) if last_read[value] == step}
@@ -173,8 +168,7 @@ class _Writer:
             products.append(_renamed(product, stacks))
             for value in sorted(done):
                 free[self._columns[value]].append(stacks[value])
-        halves = None if self._halves is None else (stacks[self._halves[0]], stacks[self._halves[1]])
-        return Program(tuple(products), tuple(columns), stacks[result], halves)
+        return Program(tuple(products), tuple(columns), stacks[result])
 
 
 def _factors(terms: Terms) -> dict[str, float]:
@@ -235,9 +229,6 @@ def run_program(program: Program, x: Given, landing: Landing | None = None) -> T
     for number, shape in enumerate(_shapes(program, x)[1:], start=1):
         unused = landing is not None and number == program.result and program.result_apart
         stacks.append(x if unused else x.new_empty(shape))
-    if program.halves is not None:
-        high, rest = program.halves
-        symmetric_matmul(x, out=stacks[high], rest=stacks[rest])
     written = clusters.counters(x)  # kept until the launch: it is known by its address
     _bind(program, stacks, written, landing)()
     _known[program].runnable.add(_kind(x))

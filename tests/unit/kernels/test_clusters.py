@@ -385,9 +385,26 @@ def test_the_kernel_reads_the_table_as_it_is_written():
     assert f"kDecaysIfAgreed = {landing._LANDS_CAUTIOUSLY};" in source()
 
 
+def test_a_product_tells_of_two_halves():
+    with pytest.MonkeyPatch.context() as patch:
+        _, launched = launched_programs(patch)
+        x, high, rest = (torch.zeros(2, 256, 256, dtype=torch.float16) for _ in range(3))
+        halves = Product(0, 0, None, 1, True, second=Second(2, alpha=2048.0), in_halves=True)
+        clusters.ClusterLaunch([halves], [x, high, rest])()
+    product = launched[0][3][0]
+    assert told(product, "a", "b", "d", "second", "added", "twice") == (0, 0, 1, 2, 0, 2)
+    assert [terms[0] for terms in product["terms"]] == [1.0, 2048.0]
+    assert f"kTwoHalves = {clusters._TWO_HALVES};" in source()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
+        Product(0, 0, 1, 3, True, e=2, second=Second(4, 1.0, 1.0), in_halves=True),
+        Product(0, 0, None, 3, True, second=Second(4, 1.0, gamma=1.0), in_halves=True),
+        Product(0, 0, None, 3, True, gamma=1.0, second=Second(4, 1.0), in_halves=True),
+        Product(0, 1, None, 3, False, second=Second(4, 1.0), in_halves=True),
+        Product(0, 0, None, 3, True, in_halves=True),
         Product(0, 0, None, 3, True, e=2),
         Product(0, 0, 1, 3, True, second=Second(4, 1.0, 1.0, 0.0, 0.0)),
         Product(0, 0, 1, 3, False, e=2, second=Second(4, 1.0, 1.0, 0.0, 0.0)),
