@@ -1,14 +1,14 @@
 """Steps that parameters take where the last product is computed. Run with `pytest -m gpu`. See [Note: landing]."""
 
 import importlib.util
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from meshmuon import Muon, View
+from meshmuon import Muon, Orthogonalizer, View
 from meshmuon.kernels import elementwise
 from meshmuon.update.fused import BucketUpdates
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 # Wide, tall, square; sides that fill no tile, no box and no 16; one matrix and many; all kinds of programs.
 SHAPES = [(256, 512), (512, 256), (768, 768), (1000, 264), (264, 1000), (296, 296), (1408, 2048), (2048, 1408)]
-SHAPES += [(2048, 2048), (512, 2048), (3, 512, 256), (4096, 4352), (4352, 4096)]
+SHAPES += [(2048, 2048), (512, 2048), (3, 512, 256), (4096, 4352), (4352, 4096), (16, 48), (48, 24), (128, 896)]
 
 
 def from_memory():
@@ -114,31 +114,77 @@ def test_blocks_of_a_parameter_that_are_not_whole_rows():
         assert_same(*both_ways(lambda: parameters([(1024, 512)], copies=2), **options))
 
 
-def test_a_learning_rate_on_the_device_that_changes():
+@contextmanager
+def counted():
+    """Counts the launches that take updates from memory."""
+    with mock.patch.object(elementwise, "apply_update", wraps=elementwise.apply_update) as applied:
+        yield applied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_learning_rate_on_the_device_that_changes(dtype):
     found = []
     for way in (nullcontext, from_memory):
-        with way():
-            params = parameters([(512, 768)], copies=3)
-            opt = Muon(params, lr=torch.tensor(0.02, device="cuda"))
+        params = parameters([(512, 768)], copies=3)
+        opt = Muon(params, lr=torch.tensor(0.02, device="cuda", dtype=dtype))
+        with way(), counted() as applied:
             for step in range(4):
                 give_gradients(params, step)
                 opt.param_groups[0]["lr"].fill_(0.02 / (1 + step))
                 opt.step()
-            found.append([p.detach().clone() for p in params])
+        assert applied.call_count == (0 if way is nullcontext else 4)
+        found.append([p.detach().clone() for p in params])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_captured_step_lands_with_live_numbers():
+def test_a_captured_step_lands_with_live_numbers_and_can_be_skipped():
     found = []
     for graph in (False, True):
         params = parameters([(512, 768), (768, 512)], copies=3)
         opt = Muon(params, lr=0.02, cuda_graph=graph)
         give_gradients(params, 0)
-        for step in range(8):
-            opt.param_groups[0]["lr"] = 0.02 / (1 + step)
-            opt.step()
+        healthy = params[1].grad[3, 4].clone()
+        with counted() as applied:
+            for step in range(9):
+                opt.param_groups[0].update(lr=0.02 / (1 + step), weight_decay=0.1 * (1 + step))
+                params[1].grad[3, 4] = float("nan") if step == 6 else healthy
+                opt.step()
+        assert applied.call_count == 0 and bool(opt._graphs and opt._graphs._captured) is graph
         found.append([p.detach().clone() for p in params])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(p.isfinite().all() for p in found[1])
+
+
+@pytest.mark.parametrize("options", [{"offload": True}, {"release_grads": True}, {"weight_decay": 0.0}], ids=str)
+def test_other_options_keep_the_bits(options):
+    assert_same(*both_ways(lambda: parameters([(512, 768), (768, 512)], copies=2), **options))
+
+
+def test_two_groups_and_two_optimizers_of_equal_shapes_keep_apart():
+    """They may be given the same workspace."""
+    found = []
+    for way in (nullcontext, from_memory):
+        params = parameters([(512, 768)], copies=4)
+        opts = [
+            Muon([{"params": params[:1], "lr": 0.1}, {"params": params[1:2], "lr": 0.02}], weight_decay=0.3),
+            Muon(params[2:], lr=0.05, weight_decay_mode="cautious"),
+        ]
+        with way():
+            for step in range(4):
+                give_gradients(params, step)
+                for opt in opts:
+                    opt.step()
+        found.append([p.detach().clone() for p in params])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_parameters_that_are_stored_turned():
+    assert_same(*both_ways(lambda: [nn.Parameter(p.detach().mT) for p in parameters([(512, 768)], copies=3)]))
+
+
+def test_products_in_bf16():
+    settings = {"orthogonalizer": Orthogonalizer(dtype="bfloat16")}
+    assert_same(*both_ways(lambda: parameters([(512, 768), (768, 512)], copies=2), **settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

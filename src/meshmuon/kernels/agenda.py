@@ -10,6 +10,7 @@ are as small as that allows, since what a set works on is to stay in the GPU's c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 TILE = 128
+MOST_ROWS = 2**15 * TILE // 2  # or columns: places are counted in boxes of 64, with 15 bits
 _BAND = 16  # tile rows walked together, column by column: their operands stay in L2
 _BOXES = 2  # of 64 rows or columns along a side of a tile: places are counted in them
 _SHARED, _IDLE, _SHORT, _PRODUCT_SHIFT = 1, 2, 16, 8  # flags, as in clusters.cu
@@ -190,7 +192,7 @@ def list_pairs(batch: int, results: Sequence[Result], clusters: int) -> Tensor:
         (pairs, 2, 4), in 32 bits: for either block the matrix, row and column (16 bits each, in boxes of 64), flags,
         and nothing: the kernel sends 16 bytes.
     """
-    patterns = [_pattern(result, product) for product, result in enumerate(results)]
+    patterns = [_pattern(result).of(product) for product, result in enumerate(results)]
     sets = even_sets(batch, set_size(batch, results, clusters))
     pairs = torch.cat([_repeated(pattern, matrices) for matrices in sets for pattern in patterns])
     alone = len(results) == 1 and results[0].mirrored  # what waits counts whole tiles; halves have no turned operands
@@ -226,9 +228,15 @@ class _Pattern(NamedTuple):
     two: Tensor
     one: Tensor
 
+    def of(self, product: int) -> _Pattern:
+        """The same of another product of the program: of many products, few differ in shape."""
+        number = torch.tensor([0, 0, product << _PRODUCT_SHIFT, 0], dtype=torch.int32)
+        return _Pattern(self.two | number, self.one | number)
 
-def _pattern(result: Result, product: int) -> _Pattern:
-    return _Pattern(*(_table(pair_up(range(n), result, product)) for n in (2, 1)))
+
+@functools.lru_cache(maxsize=256)
+def _pattern(result: Result) -> _Pattern:
+    return _Pattern(*(_table(pair_up(range(n), result)) for n in (2, 1)))
 
 
 def _table(pairs: list[tuple[Item, Item]]) -> Tensor:

@@ -658,14 +658,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     const Product& product = program.products[0];
     fetch(program.maps[product.a]), fetch(program.maps[product.b]), fetch(program.maps[product.d]);
   }
-  let_next_kernel_begin();
+  if (!landing.entries) let_next_kernel_begin();  // others may read parameters before they wait, as if these never changed
   __syncthreads();
   cluster_sync();
   const int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int warp = uniform(threadIdx.x >> 5);
-    if (warp < 2) wait_for_kernel_before();  // what else is read or written comes after; tables and maps were there
+    // Tables and maps were there before. What else is read or written comes after, also by the groups: an item has to be
+    // sent to them first.
+    if (warp < 2) wait_for_kernel_before();
     if (warp == 0) {
       load_items(ring, mail, program, written != nullptr, progress);
     } else if (warp == 1) {

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.agenda import TILE, Product, Result, Second, list_pairs, tiles_before
+from meshmuon.kernels.agenda import MOST_ROWS, TILE, Product, Result, Second, list_pairs, tiles_before
 from meshmuon.kernels.availability import launching_on
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.cuda import MAP_ALIGNMENT, MAP_BYTES, Function, describe_stack
@@ -90,7 +90,7 @@ def can_run(device: torch.device, dtype: torch.dtype, *, batch: int, results: tu
     Returns:
         Whether. Not while a CUDA graph is captured that would be the first to ask: then nothing may be uploaded.
     """
-    if why_impossible(device, dtype):
+    if why_impossible(device, dtype) or any(max(result.rows, result.cols) > MOST_ROWS for result in results):
         return False
     known = (device, dtype, batch, results) in _tables
     return (known or not torch.cuda.is_current_stream_capturing()) and is_available(device, dtype)
@@ -123,9 +123,8 @@ def is_available(device: torch.device, dtype: torch.dtype, *, architecture: Arch
     Returns:
         Whether.
     """
-    if architecture is not None or not is_possible(device, dtype):
-        return is_possible(device, dtype, architecture=architecture)
-    return not isinstance(_kernel(device, dtype), str)
+    possible = is_possible(device, dtype, architecture=architecture)
+    return possible and (architecture is not None or not isinstance(_kernel(device, dtype), str))
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
@@ -190,7 +189,7 @@ class ClusterLaunch:
         products: What is computed, one after the other.
         stacks: (batch, rows, columns) each, that the products name by number.
         written: What `counters` gives. None for a single product.
-        landing: What takes the results of the last product as steps: then they are not written. None: they are.
+        lands: How parameters take the results of the last product as steps (`Landing.flag`); 0: these are written.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class ClusterLaunch:
         products: Sequence[Product],
         stacks: Sequence[Tensor],
         written: Tensor | None = None,
-        landing: Landing | None = None,
+        lands: int = 0,
     ) -> None:
         device, dtype, batch = stacks[0].device, stacks[0].dtype, len(stacks[0])
         kernel = _kernel(device, dtype)
@@ -208,22 +207,18 @@ class ClusterLaunch:
         assert len(products) > 1 or not has_triangles, "halves of tiles are neither turned nor left unmirrored"
         results = results_of(products, [stack.shape for stack in stacks])
         table = _table_of((device, dtype, batch, results), kernel.clusters)
-        self._device = device
+        self._device, self._batch = device, batch
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Program) + MAP_ALIGNMENT)
         self._program = _Program.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
         for i, stack in enumerate(stacks):
             describe_stack(stack, ctypes.addressof(self._program) + i * MAP_BYTES)
         for i, (product, after) in enumerate(zip(products, tiles_before(results), strict=True)):
-            self._program.products[i] = _described(product, stacks, after=after, last=i == len(products) - 1)
-        if landing is not None:
-            assert landing.table.matrices == batch and landing.table.can_be_landed_on, "the caller looks at the table"
-            last = products[-1]
-            assert not last.mirrored and not last.added, "only whole products land, as they are"
-            self._program.products[len(products) - 1].lands = landing.flag
+            last = i == len(products) - 1
+            self._program.products[i] = _described(product, stacks, after=after, last=last, lands=last * lands)
         counted = ctypes.c_void_p(None if written is None else written.data_ptr())
         numbers = (ctypes.c_void_p(table.data_ptr()), ctypes.c_int(len(table)), counted, ctypes.c_int(batch))
-        landed_on = Arguments() if landing is None else Arguments(*landing.addresses)
-        self._kept = (*numbers, landed_on)  # the arguments are their addresses
+        self._landed_on = Arguments()
+        self._kept = (*numbers, self._landed_on)  # the arguments are their addresses
         addresses = [ctypes.addressof(each) for each in (self._program, *self._kept)]
         self._launch = kernel.function.bind(2 * kernel.clusters, _THREADS, (ctypes.c_void_p * 6)(*addresses))
 
@@ -231,6 +226,17 @@ class ClusterLaunch:
         """Launch it on the current stream."""
         with launching_on(self._device):
             self._launch(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def onto(self, landing: Landing) -> None:
+        """Launch it on parameters that take its results as steps.
+
+        Args:
+            landing: The parameters, and what a step needs; where all that lies may change from launch to launch.
+        """
+        assert landing.table.matrices == self._batch and landing.table.can_be_landed_on, "the caller looks"
+        for name, address in zip(Arguments.NAMES, landing.addresses, strict=True):
+            setattr(self._landed_on, name, address)
+        self()
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it with other coefficients of its first product.
@@ -256,7 +262,7 @@ def counters(stack: Tensor) -> Tensor:
     return torch.zeros(len(stack) + 1, dtype=torch.int32, device=stack.device)
 
 
-def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool) -> _Described:
+def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: bool, lands: int = 0) -> _Described:
     assert not set(product.results) & set(product.operands), "tiles read what others write"
     assert product.second is None or product.second.d != product.d, "every result has a place of its own"
     assert product.e is None or product.c is not None, "E is added beside C"
@@ -275,6 +281,7 @@ def _described(product: Product, stacks: Sequence[Tensor], *, after: int, last: 
     names = (product.a, product.b, c, e, product.d, second.d)
     twice = _TWO_HALVES if product.in_halves else product.second is not None
     flags = (product.mirrored, len(product.added), not last, twice)
-    halves = (product.half_a, product.half_b, product.half_d, 0)
+    assert not lands or not (product.mirrored or product.added), "only whole products land, as they are"
+    halves = (product.half_a, product.half_b, product.half_d, lands)
     terms = (_Terms(product.alpha, product.beta, product.delta, product.gamma), _Terms(*second[1:]))
     return _Described(*names, *flags, *halves, rows, cols, steps, after, (_Terms * 2)(*terms))

@@ -75,8 +75,9 @@ def choose_kernels(
     architecture = architecture or architecture_of(device)
     if architecture != "hopper":
         return Dispatch("torch", False, f"our kernels are not measured on {architecture}")
-    if m < _SMALLEST_SIDE and not one_launch:
-        return Dispatch("torch", True, f"short side below {_SMALLEST_SIDE}")
+    if m < _SMALLEST_SIDE:
+        small = Dispatch("torch", True, f"short side below {_SMALLEST_SIDE}")
+        return Dispatch("triton", True, "all products in one launch") if one_launch else small
     return Dispatch("triton", True, "symmetric results cost half")
 
 

@@ -9,12 +9,12 @@
 | `normalise` | input 2 | the same memory 2 |
 | `apply_update` | parameter 4, direction 2 | parameter 4 |
 
-28 bytes; 24 where parameters take their steps as directions are computed, which has no launch here ([Note: landing] in
-landing.py). The wire rule says that inputs are rounded to bf16 once, before anything else, so that a matrix gets the
-same bits wherever it is computed; dividing fp32 inputs by their norm in the first launch would need the norm before it
-(a second reading of gradient and momentum, 8 bytes, instead of `normalise`'s 4) and would break that rule. Squares are
-summed from the rounded inputs, tile by tile, in the first launch; a stack that came over a wire is summed by
-`measure` to the same bits.
+28 bytes; 26 where parameters take their steps as directions are computed, which has no launch here and needs no
+reading of directions ([Note: landing] in landing.py). The wire rule says that inputs are rounded to bf16 once, before
+anything else, so that a matrix gets the same bits wherever it is computed; dividing fp32 inputs by their norm in the
+first launch would need the norm before it (a second reading of gradient and momentum, 8 bytes, instead of
+`normalise`'s 4) and would break that rule. Squares are summed from the rounded inputs, tile by tile, in the first
+launch; a stack that came over a wire is summed by `measure` to the same bits.
 
 Numbers that change between steps are read from device memory, so that a captured CUDA graph sees their live values.
 """

@@ -32,9 +32,11 @@ def why_impossible(device: torch.device, dtype: torch.dtype) -> str:
     Returns:
         The reason; empty if they can.
     """
-    if device.type != "cuda" or not torch.cuda.is_available() or is_interpreted() or not _is_hopper(device):
+    if device.type != "cuda" or is_interpreted():
         return "not on a Hopper GPU"
-    return "" if dtype in DTYPES else f"products in {dtype}"
+    if dtype not in DTYPES:
+        return f"products in {dtype}"
+    return "" if torch.cuda.is_available() and _is_hopper(device) else "not on a Hopper GPU"
 
 
 @functools.cache

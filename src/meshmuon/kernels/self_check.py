@@ -218,7 +218,8 @@ def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lr, decay = (torch.full((1,), number, dtype=torch.float32, device=device) for number in (2.0, 0.1))
     landing = Landing(build_tables(slots)[0][0], lr, decay, proceed=_go(device))
     factor = torch.bmm(x, x.mT)
-    clusters.ClusterLaunch([Product(0, 1, None, 2, mirrored=False)], [factor, x, torch.empty_like(x)], None, landing)()
+    product = Product(0, 1, None, 2, mirrored=False)
+    clusters.ClusterLaunch([product], [factor, x, torch.empty_like(x)], lands=landing.flag).onto(landing)
     return _flat(params).to(dtype), _flat(expected)
 
 

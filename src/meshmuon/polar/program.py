@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -45,7 +45,7 @@ class Program:
     columns: tuple[Side, ...]
     result: int
 
-    @property
+    @cached_property
     def result_apart(self) -> bool:
         """Whether the result's stack is there for the last product alone: a result that lands needs none then."""
         *others, last = self.products
@@ -230,7 +230,10 @@ def run_program(program: Program, x: Given, landing: Landing | None = None) -> T
         unused = landing is not None and number == program.result and program.result_apart
         stacks.append(x if unused else x.new_empty(shape))
     written = clusters.counters(x)  # kept until the launch: it is known by its address
-    _bind(program, stacks, written, landing)()
+    if landing is None:
+        _bind(program, stacks, written)()
+    else:
+        _bind(program, stacks, written, lands=landing.flag).onto(landing)
     _known[program].runnable.add(_kind(x))
     return stacks[program.result]
 
@@ -244,13 +247,12 @@ def _shapes(program: Program, x: Tensor) -> list[tuple[int, ...]]:
     return [(batch, m, m if side == "m" else n) for side in program.columns]
 
 
-def _bind(program: Program, stacks: list[Tensor], written: Tensor, landing: Landing | None) -> ClusterLaunch:
+def _bind(program: Program, stacks: list[Tensor], written: Tensor, *, lands: int = 0) -> ClusterLaunch:
     """The launch on this memory."""
-    landed_on = None if landing is None else (landing.flag, *landing.addresses)
-    key = (stacks[0].shape, *map(whereabouts, stacks), written.data_ptr(), landed_on)
+    key = (stacks[0].shape, *map(whereabouts, stacks), written.data_ptr(), lands)
     known = _known.setdefault(program, _Known()).launches
     if key not in known:
         if len(known) >= _MOST_BOUND:
             known.clear()
-        known[key] = ClusterLaunch(program.products, stacks, written, landing)
+        known[key] = ClusterLaunch(program.products, stacks, written, lands)
     return known[key]

@@ -154,17 +154,17 @@ def choose_recipe(
     compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
     orthogonalizer.check_steps(len(schedule))
     choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute)
-    which = partial(
-        choose_kernels, orthogonalizer.kernels, m=m, dtype=compute, device=device, architecture=architecture
-    )
-    kernels = which(one_launch=m <= _PROGRAMS_TO and is_possible(device, compute, architecture=architecture))
+    wanted = orthogonalizer.kernels
+    which = partial(choose_kernels, wanted, m=m, dtype=compute, device=device, architecture=architecture)
+    possible = wanted != "torch" and m <= _PROGRAMS_TO and is_possible(device, compute, architecture=architecture)
+    kernels = which(one_launch=possible)
     if kernels.fused and architecture is None:
         check_kernels_ahead(device, compute)  # before anybody waits for what is compiled in the background
     ours = kernels.products == "triton" and m <= _PROGRAMS_TO
     programs = ours and is_available(device, compute, architecture=architecture)
     way = choose(symmetric=kernels.products == "triton", programs=programs)
     program = write_program(schedule, way) if programs and way.form != "svd" else None
-    if program is None:  # there is no kernel for one, or it would be too long for a launch
+    if kernels.products == "triton" and program is None:  # there is no kernel for one, or it would be too long
         kernels = which(one_launch=False)
         way = choose(symmetric=kernels.products == "triton", programs=False)
     if way.form == "svd" and compute not in (torch.float32, torch.float64):

@@ -172,8 +172,7 @@ class BucketUpdates:
         if bucket.route is not Route.LOCAL or prepared is None or len(prepared.launches) != 1:
             return None
         table = prepared.launches[0].table
-        whole = table.matrices == bucket.computed_by(None)
-        if bucket.recipe.program is None or not whole or not table.can_be_landed_on:
+        if bucket.recipe.program is None or not table.can_be_landed_on:
             return None
         lr, decay, proceed = self._numbers_of(bucket, rule)
         cautious = rule.weight_decay_mode == "cautious"

@@ -79,6 +79,21 @@ def listed(*arguments):
     return list(zip(items[::2], items[1::2], strict=True))
 
 
+def test_a_shape_is_cut_once_whatever_the_product_and_the_batch():
+    first = listed(2, [square(648), square(648)], 5)
+    before = agenda._pattern.cache_info().misses
+    assert listed(3, [square(648)] * 4, 5) != first and agenda._pattern.cache_info().misses == before
+    assert {item.flags >> SHIFT for pair in listed(3, [square(648)] * 4, 5) for item in pair} == {0, 1, 2, 3}
+
+
+def test_places_that_have_no_room_in_a_table_are_not_asked_for():
+    with mock.patch.object(clusters, "why_impossible", return_value=""):
+        wide = Result(64, 2 * agenda.MOST_ROWS, mirrored=False)
+        assert not clusters.can_run(torch.device("cuda", 0), torch.float16, batch=1, results=(wide,))
+    pairs = listed(1, [Result(64, agenda.MOST_ROWS, mirrored=False)], 5)
+    assert max(item.col for pair in pairs for item in pair) == 2**15 - 2
+
+
 def test_a_table_lists_all_pairs_in_order():
     assert listed(4, [square(640)], 5) == pair_up(range(4), square(640))
     wide = Result(640, 9000, mirrored=False)
@@ -248,7 +263,7 @@ def launched_programs(monkeypatch):
             numbers = [kind.from_address(address).value for kind, address in zip(kinds, pointers, strict=True)]
             products = [in_words(product) for product in program.products]
             landed_on = Arguments.from_address(landing)
-            addresses = tuple(getattr(landed_on, name) for name, _ in Arguments._fields_)
+            addresses = tuple(getattr(landed_on, name) for name in Arguments.NAMES)
             launched.append((blocks, threads, stream, products, numbers, arguments[0], addresses))
 
         return launch
@@ -334,8 +349,9 @@ def test_the_last_product_lands_on_parameters(cautious, flag):
         x = torch.zeros(3, 256, 640, dtype=torch.float16)
         stacks = [x, x.new_empty(3, 256, 256), torch.empty_like(x)]
         products = [Product(0, 0, None, 1, True), Product(1, 0, None, 2, False)]
-        for taker in (Landing(table, lr, decay, cautious, proceed), Landing(table, lr, None)):
-            clusters.ClusterLaunch(products, stacks, clusters.counters(x), taker)()
+        launch = clusters.ClusterLaunch(products, stacks, clusters.counters(x), flag)
+        for taker in (Landing(table, lr, decay, cautious, proceed), Landing(table, lr, None, cautious)):
+            launch.onto(taker)
     assert [product["lands"] for product in launched[0][3][:3]] == [0, flag, 0]
     assert launched[0][-1] == tuple(tensor.data_ptr() for tensor in (table.entries, lr, decay, proceed))
     assert launched[1][-1] == (table.entries.data_ptr(), lr.data_ptr(), None, None), "nothing decays, nobody objects"
@@ -358,7 +374,7 @@ def test_what_cannot_land_is_not_launched(product, table):
         launched_programs(patch)
         stacks = [torch.zeros(3, 256, 256, dtype=torch.float16) for _ in range(3)]
         with pytest.raises(AssertionError):
-            clusters.ClusterLaunch([product], stacks, None, taker)
+            clusters.ClusterLaunch([product], stacks, lands=taker.flag).onto(taker)
 
 
 def test_the_kernel_reads_the_table_as_it_is_written():
@@ -379,7 +395,7 @@ def test_the_kernel_reads_the_table_as_it_is_written():
     assert row[fields["kGradient"]] == slot.grad.data_ptr() and row[fields["kParameter"]] == slot.param.data_ptr()
     assert [row[fields[name]] for name in ("kRowStride", "kRows", "kCols", "kTurned")] == [1, 24, 40, 1]
     assert row[fields["kScale"]] == 0x3F000000, "the bits of 0.5"
-    assert [name for name, _ in Arguments._fields_] == ["entries", "lr", "decay", "proceed"]
+    assert [name for name, _ in Arguments._fields_] == list(Arguments.NAMES)
     order = ["entries;", "*lr, *decay;", "proceed;"]
     assert sorted(order, key=source().split("struct Landing {")[1].index) == order
     assert f"kDecaysIfAgreed = {landing._LANDS_CAUTIOUSLY};" in source()

@@ -1,8 +1,10 @@
 """When parameters take their steps where directions are computed. Torch plays the kernel; a GPU checks its bits."""
 
 import ctypes
+import dataclasses
 from contextlib import contextmanager
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from meshmuon import Muon, Orthogonalizer
 from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.tables import Slot, TensorTable
+from meshmuon.plan.route import Route
 from meshmuon.polar import orthogonalize as entry
 from meshmuon.polar import program as programs
 from meshmuon.polar import recipe as recipes
@@ -24,18 +27,21 @@ _FIELDS = {"grad": 0, "param": 2, "row stride": 7, "rows": 9, "cols": 10, "turne
 class Kernel:
     """A launch of clusters.cu, by torch, in the same order of operations."""
 
-    def __init__(self, products, stacks, written=None, landing=None):
-        self.products, self.stacks, self.landing = products, stacks, landing
+    def __init__(self, products, stacks, written=None, lands=0):
+        self.products, self.stacks, self.lands = products, stacks, lands
 
     def __call__(self):
+        assert not self.lands
+        for product in self.products:
+            self._write(product)
+
+    def onto(self, landing):
+        assert self.lands == landing.flag, "bound for another kind of step"
         *before, last = self.products
         for product in before:
             self._write(product)
-        if self.landing is None:
-            self._write(last)
-        else:
-            a, b = (self.stacks[i].float() for i in last.operands)
-            self._land((last.alpha * (a @ b)).half().float())
+        a, b = (self.stacks[i].float() for i in last.operands)
+        self._land(landing, (last.alpha * (a @ b)).half().float())
 
     def _write(self, product):
         a, b = (self.stacks[i].float() for i in product.operands)
@@ -51,10 +57,10 @@ class Kernel:
                 total = total.tril() + total.tril(-1).mT
             self.stacks[d].copy_(total)
 
-    def _land(self, directions):
-        if self.landing.proceed is not None and not self.landing.proceed:
+    def _land(self, landing, directions):
+        if landing.proceed is not None and not landing.proceed:
             return
-        for row, direction in zip(self.landing.table.entries.tolist(), directions, strict=True):
+        for row, direction in zip(landing.table.entries.tolist(), directions, strict=True):
             at = {name: row[place] for name, place in _FIELDS.items()}
             if not at["grad"]:
                 continue
@@ -63,28 +69,33 @@ class Kernel:
             param = param.as_strided((at["rows"], at["cols"]), (at["row stride"], 1))
             direction = (direction.mT if at["turned"] else direction)[: at["rows"], : at["cols"]]
             scale = torch.tensor(at["scale"], dtype=torch.int32).view(torch.float32)
-            rate, decay = self.landing.lr[0], self.landing.weight_decay
+            rate, decay = landing.lr[0], landing.weight_decay
             kept = torch.ones(()) if decay is None else 1 - rate * decay[0]
             decayed = param * kept
-            if self.landing.cautious:
+            if landing.cautious:
                 decayed = torch.where(direction * param > 0, decayed, param)
             param.copy_(decayed - direction * (rate * scale))
 
 
 @contextmanager
 def hopper(*, runs=True):
-    """As if there were one. Gives the landings of all launches."""
+    """As if there were one. Gives what all launches land on; None for those that do not."""
     landings = []
 
-    def bind(program, stacks, written, landing):
-        landings.append(landing)
-        return Kernel(program.products, stacks, written, landing)
+    class Watched(Kernel):
+        def __call__(self):
+            landings.append(None)
+            super().__call__()
+
+        def onto(self, landing):
+            landings.append(landing)
+            super().onto(landing)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "is_available", lambda *_, **__: True)
         patch.setattr(entry, "can_run", lambda *_: runs)
-        patch.setattr(programs, "_bind", bind)
-        patch.setattr(programs, "_known", mock.MagicMock())
+        patch.setattr(programs, "ClusterLaunch", Watched)
+        patch.setattr(programs, "_known", WeakKeyDictionary())
         yield landings
 
 
@@ -157,19 +168,68 @@ def test_without_a_program_nothing_lands():
     assert applied == 1
 
 
+def test_what_a_launch_was_bound_for_is_not_what_another_lands_on():
+    """Two optimizers of equal shapes whose stacks have the same memory, and modes that take turns."""
+    with hopper() as landings:
+        for mode in ("decoupled", "cautious", "l2", "cautious", "decoupled"):
+            (landed, none), (applied, _) = both_ways(shapes={"w": (48, 80)}, weight_decay=0.3, weight_decay_mode=mode)
+            assert none == 0
+            assert all(torch.equal(one, other) for one, other in zip(landed, applied, strict=True)), mode
+    assert len({landing.table.entries.data_ptr() for landing in landings if landing}) > 1
+
+
+def test_a_launch_is_bound_for_one_kind_of_step():
+    program = programs.write_program(resolve_schedule("polar_express", 5), Way("gram", (2,)))
+    stacks = [torch.zeros(2, 48, 48 if side == "m" else 80, dtype=torch.float16) for side in program.columns]
+    written = torch.zeros(3, dtype=torch.int32)
+    with mock.patch.object(programs, "ClusterLaunch", Kernel):
+        bound = [programs._bind(program, stacks, written, lands=lands) for lands in (0, 1, 2, 0, 1, 2)]
+    assert [launch.lands for launch in bound] == [0, 1, 2] * 2 and len(set(map(id, bound))) == 3
+
+
+def test_a_bucket_in_two_tables_takes_steps_from_memory_and_all_of_them():
+    """One gradient is not aligned. What lands is all of a bucket, or nothing."""
+    before, _ = trained(steps=0)
+
+    def spoil(params, step):
+        grad = params[2].grad  # the last of its bucket: what is before it could land
+        params[2].grad = torch.empty(grad.numel() + 1)[1:].view(grad.shape).copy_(grad)
+
+    with hopper():
+        (landed, some), (applied, _) = both_ways(spoil=spoil)
+    assert some > 0
+    assert all(torch.equal(one, other) for one, other in zip(landed, applied, strict=True))
+    assert not any(torch.equal(one, start) for one, start in zip(landed, before, strict=True))
+
+
+def test_what_comes_from_other_ranks_does_not_land():
+    seen = []
+
+    def looked_at(updates, bucket, rule):
+        seen.append(landing(updates, bucket, rule))
+        seen.append(landing(updates, dataclasses.replace(bucket, route=Route.OWNED), rule))
+        return seen[0]
+
+    landing = BucketUpdates.landing
+    with hopper(), mock.patch.object(BucketUpdates, "landing", looked_at):
+        trained({"w": (48, 80)}, steps=1)
+    assert seen[0] is not None and seen[1] is None
+
+
 def test_a_result_that_lands_has_no_memory_of_its_own():
     schedule, seen = resolve_schedule("polar_express", 5), []
 
-    def launch(products, stacks, *_):
+    def launch(program, stacks, written, **_):
         seen.append({stack.data_ptr() for stack in stacks})
-        return lambda: None
+        return mock.MagicMock()
 
     table = TensorTable([slot_of(torch.zeros(2, 48, 80))])
     for way, apart in ((Way("gram", ()), True), (Way("gram", (2,)), False)):
         program = programs.write_program(schedule, way)
         assert program.result_apart is apart
         for landing in (None, Landing(table, torch.ones(1), None)):
-            with mock.patch.object(programs, "ClusterLaunch", launch):
+            known = {program: programs._Known()}
+            with mock.patch.object(programs, "_bind", launch), mock.patch.object(programs, "_known", known):
                 programs.run_program(program, [torch.zeros(2, 48, 80, dtype=torch.float16)], landing)
             assert len(seen.pop()) == len(program.columns) - (apart and landing is not None)
 

@@ -301,11 +301,8 @@ class Stand:
     def __init__(self, made):
         self.made = made
 
-    def __call__(self, products, stacks, written=None, landing=None):
+    def __call__(self, products, stacks, written=None, lands=0):
         self.made.append((len(products), None if written is None else written.tolist()))
-        if landing is not None:
-            landing.append(products[-1])
-            products = products[:-1]
 
         def launch():
             for product in products:
