@@ -6,8 +6,8 @@
 // row of boxes, and one more warp loads, as far ahead as there is room. The result leaves from the memory of the ring,
 // which is not needed any more then.
 //
-// Where B is A, a box on the diagonal and the one to its left need what one box elsewhere does: its two operands. So one
-// thread block can take both, as one tile of 64x128, where there are more boxes than multiprocessors.
+// Where B is A, two boxes on the diagonal need what one box elsewhere does: its two operands. So one thread block can take
+// both, a group for each, where there are more boxes than multiprocessors.
 //
 // A sum is the same whichever kernel makes it: 64 numbers of k at a time, in four instructions of 16.
 //
@@ -15,10 +15,9 @@
 
 constexpr int kMostBlocks = 144;
 
-// What a thread block does: where its tile begins, in boxes. A wide one ends on the diagonal: boxes (col, row) and (col, col)
-// where col is row + 1. So what is loaded for the columns comes first in a slot, and its second half is what the row needs.
+// What a thread block does: where its tile begins, in boxes; or the two boxes (row, row) and (col, col).
 struct Block {
-  unsigned char row, col, wide;
+  unsigned char row, col, paired;
 };
 struct Few {
   TensorMap a, b, c, d;
@@ -29,7 +28,7 @@ struct Few {
 };
 
 template <int ROWS, int COLS> struct Tiles {
-  static constexpr int kGroups = ROWS;
+  static constexpr int kGroups = ROWS * COLS == 1 ? 2 : ROWS;
   static constexpr int kSlots = 28 / (ROWS + COLS);
   static constexpr uint32_t kSlotBytes = (ROWS + COLS) * kBoxBytes;  // of A and of B, or less of C
   typedef RingOf<kSlots, kSlotBytes> Ring;
@@ -43,16 +42,19 @@ template <int ROWS, int COLS> struct Tiles {
     __device__ __forceinline__ bool once() const {
       return few.same && ROWS == COLS && block.row == block.col;
     }
-    __device__ __forceinline__ bool wide() const { return ROWS * COLS == 1 && block.wide; }
-    __device__ __forceinline__ int width() const { return wide() ? 2 : COLS; }
     // The first box of a group, and where its operands are in a slot.
-    __device__ __forceinline__ int row(int group) const { return wide() ? block.col : block.row + group; }
-    __device__ __forceinline__ int col() const { return wide() ? block.row : block.col; }
-    __device__ __forceinline__ uint32_t a(int group) const { return (wide() ? 1 : group) * kBoxBytes; }
-    __device__ __forceinline__ uint32_t b() const { return once() || wide() ? 0 : ROWS * kBoxBytes; }
+    __device__ __forceinline__ int row(int group) const {
+      return block.paired ? (group ? block.col : block.row) : block.row + group;
+    }
+    __device__ __forceinline__ int col(int group) const { return block.paired ? row(group) : block.col; }
+    __device__ __forceinline__ uint32_t a(int group) const { return group * kBoxBytes; }
+    __device__ __forceinline__ uint32_t b(int group) const {
+      return block.paired ? group * kBoxBytes : once() ? 0 : ROWS * kBoxBytes;
+    }
     // Whether a group has something to do: above the diagonal and outside there is nothing.
     __device__ __forceinline__ bool has(int group, int side = 0) const {
-      return 64 * row(group) < few.rows && col() + side <= row(group);
+      const bool inside = block.paired || (group < ROWS && 64 * row(group) < few.rows);
+      return inside && col(group) + side <= row(group);
     }
     __device__ __forceinline__ int groups() const {
       int count = 0;
@@ -78,11 +80,11 @@ template <int ROWS, int COLS> struct Tiles {
     }
     if (!few.added) return;
     ring.wait_empty();
-    const int width = task.width();
-    barrier_expect(ring.full_here(), kGroups * width * kBoxBytes);
-    for (int i = 0; i < kGroups * width; ++i)
-      load(ring.here() + i * kBoxBytes, few.c, ring.full_here(), 64 * (task.col() + i % width),
-           64 * task.row(i / width), task.matrix);
+    barrier_expect(ring.full_here(), kGroups * COLS * kBoxBytes);
+#pragma unroll
+    for (int i = 0; i < kGroups * COLS; ++i)
+      load(ring.here() + i * kBoxBytes, few.c, ring.full_here(), 64 * (task.col(i / COLS) + i % COLS),
+           64 * task.row(i / COLS), task.matrix);
   }
 
   // 128 threads, and the boxes that are theirs.
@@ -96,7 +98,7 @@ template <int ROWS, int COLS> struct Tiles {
 
     template <bool WHOLE, bool FIRST> __device__ __forceinline__ void start(float (&sums)[64], const Task& task) const {
       ring.wait_full();
-      const uint64_t a = operand(ring.here() + task.a(number)), b = operand(ring.here() + task.b());
+      const uint64_t a = operand(ring.here() + task.a(number)), b = operand(ring.here() + task.b(number));
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
@@ -130,20 +132,20 @@ template <int ROWS, int COLS> struct Tiles {
     __device__ __forceinline__ void round_boxes(float (&sums)[64], Rounded (&out)[1], const Task& task) const {
       const Terms terms[1] = {task.few.terms};
       if constexpr (ADDED > 0) ring.wait_full();
-      const uint32_t slots[2] = {ring.here() + number * task.width() * kBoxBytes, 0};
-      const int row = 64 * task.row(number), col = 64 * task.col();
+      const uint32_t slots[2] = {ring.here() + number * COLS * kBoxBytes, 0};
+      const int row = 64 * task.row(number), col = 64 * task.col(number);
       round<0, 1, ADDED>(sums, out, terms, slots, row, col);
-      if (task.width() > 1) round<1, 1, ADDED>(sums, out, terms, slots, row, col);
+      if constexpr (COLS > 1) round<1, 1, ADDED>(sums, out, terms, slots, row, col);
     }
 
     // A box and its mirror image.
-    __device__ __forceinline__ uint32_t staged(const Task& task, int side) const {
-      return ring.slots + (number * task.width() + side) * 2 * kBoxBytes;
+    __device__ __forceinline__ uint32_t staged(int side) const {
+      return ring.slots + (number * COLS + side) * 2 * kBoxBytes;
     }
     template <int SIDE> __device__ __forceinline__ void put_box(const Rounded& out, const Task& task) const {
       if (!task.has(number, SIDE)) return;
-      const uint32_t box = staged(task, SIDE), mirror = box + kBoxBytes;
-      if (task.row(number) == task.col() + SIDE) {
+      const uint32_t box = staged(SIDE), mirror = box + kBoxBytes;
+      if (task.row(number) == task.col(number) + SIDE) {
         put_diagonal<SIDE>(out, box, mirror);
       } else {
         put<SIDE>(out, box);
@@ -151,10 +153,10 @@ template <int ROWS, int COLS> struct Tiles {
       }
     }
     __device__ __forceinline__ void store_boxes(const Task& task) const {
-      for (int side = 0; side < task.width() && task.has(number, side); ++side) {
-        const int row = 64 * task.row(number), col = 64 * (task.col() + side);
-        store(task.few.d, staged(task, side), col, row, task.matrix);
-        if (row != col) store(task.few.d, staged(task, side) + kBoxBytes, row, col, task.matrix);
+      for (int side = 0; side < COLS && task.has(number, side); ++side) {
+        const int row = 64 * task.row(number), col = 64 * (task.col(number) + side);
+        store(task.few.d, staged(side), col, row, task.matrix);
+        if (row != col) store(task.few.d, staged(side) + kBoxBytes, row, col, task.matrix);
       }
       stores_commit();
       stores_read();  // shared memory has to be there until then
@@ -162,7 +164,7 @@ template <int ROWS, int COLS> struct Tiles {
 
     __device__ __forceinline__ void compute(const Task& task) {
       float sums[64];
-      if (task.width() > 1 && task.has(number, task.width() - 1)) {
+      if (COLS > 1 && task.has(number, COLS - 1)) {
         accumulate<true>(sums, task);
       } else {
         accumulate<false>(sums, task);
@@ -175,7 +177,7 @@ template <int ROWS, int COLS> struct Tiles {
       }
       threads_sync(1 + kGroups, 128 * task.groups());  // nobody needs the ring any more
       put_box<0>(out[0], task);
-      if (task.width() > 1) put_box<1>(out[0], task);
+      if constexpr (COLS > 1) put_box<1>(out[0], task);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       sync();
       if (thread == 0) store_boxes(task);

@@ -44,11 +44,11 @@ CUTS = (Cut(1, 1), Cut(2, 1), Cut(3, 1), Cut(2, 2))
 
 
 class Block(NamedTuple):
-    """What a thread block does: where its tile begins, in boxes; or, wide, the boxes (col, row) and (col, col)."""
+    """What a thread block does: where its tile begins, in boxes; or, paired, the boxes (row, row) and (col, col)."""
 
     row: int
     col: int
-    wide: bool = False
+    paired: bool = False
 
 
 def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | None:
@@ -58,22 +58,22 @@ def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | Non
         m: Side of the result.
         cut: Size of the tiles.
         most: How many thread blocks there may be.
-        same: Whether the product is of a matrix with itself: then tiles that end on the diagonal can be wide.
+        same: Whether the product is of a matrix with itself: then boxes on the diagonal can be paired.
 
     Returns:
-        The tiles of the lower triangle, with as many wide ones as it takes; None if they are too many or do not fit.
+        The tiles of the lower triangle, with as many pairs as it takes; None if they are too many or do not fit.
     """
     boxes = -(-m // BOX)
     if cut.rows > 2 and boxes % cut.rows:
         return None  # slower than larger tiles, measured
     rows = range(0, boxes, cut.rows)
     tiles = [Block(row, col) for row in rows for col in range(0, min(row + cut.rows, boxes), cut.cols)]
-    excess = max(0, len(tiles) - most)
-    if excess > (boxes // 2 if same and cut.rows == cut.cols == 1 else 0):
+    pairs = max(0, len(tiles) - most)
+    pairable = boxes // 2 if same and cut.rows == cut.cols == 1 else 0
+    if pairs > pairable:
         return None
-    wide = [Block(2 * i, 2 * i + 1, wide=True) for i in range(excess)]  # first: they take longest
-    taken = {(block.col, col) for block in wide for col in (block.row, block.col)}
-    return wide + [tile for tile in tiles if (tile.row, tile.col) not in taken]
+    paired = [Block(2 * i, 2 * i + 1, paired=True) for i in range(pairs)]
+    return paired + [tile for tile in tiles if tile.row != tile.col or tile.row >= 2 * pairs]
 
 
 def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> tuple[Cut, list[Block]] | None:
@@ -172,8 +172,10 @@ class FewLaunch:
         self._few.same, self._few.added = b is None, c is not None
         listed = bytes(number for block in blocks for number in block)
         self._few.block[: len(listed)] = listed
+        # A group for each row of boxes, or for each of two on the diagonal; and a warp that loads.
+        groups = max(cut.rows, *(1 + block.paired for block in blocks))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._few))
-        self._launch: Launch = kernels[cut].bind(batch * len(blocks), 128 * cut.rows + 32, arguments)  # one warp loads
+        self._launch: Launch = kernels[cut].bind(batch * len(blocks), 128 * groups + 32, arguments)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it on the current stream.
