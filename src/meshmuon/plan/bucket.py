@@ -53,6 +53,11 @@ class Bucket:
         return [m for m, owner in zip(self.matrices, self.owners, strict=True) if self.team[owner] == rank]
 
     @property
+    def may_land(self) -> bool:
+        """Whether parameters can take their steps where directions are computed: nothing travels, in one launch."""
+        return self.route is Route.LOCAL and self.recipe.program is not None
+
+    @property
     def bytes(self) -> int:
         """Memory it takes during a step on the rank where it takes most: the same number on every rank."""
         most = max(Counter(self.owners).values(), default=self.computed_by(None))

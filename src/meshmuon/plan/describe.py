@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from meshmuon.errors import some
 from meshmuon.layout.heads import attention_layers
 from meshmuon.layout.names import starred
-from meshmuon.layout.records import ParameterRecord
+from meshmuon.layout.records import Matrix, ParameterRecord
 from meshmuon.plan.assign import balance
 from meshmuon.plan.bucket import Bucket, Plan, bytes_sent
 from meshmuon.plan.route import Route
@@ -163,7 +165,7 @@ def _summary(plan: Plan, total: int) -> list[str]:
             f"orthogonalization{where}: {matrices} matrices, {human(flops, unit='FLOP')} a step in {len(plan.buckets)} "
             f"batches ({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
         )
-    lines += _invariance(plan)
+    lines += [*_landing(plan), *_invariance(plan)]
     budget = plan.execution.workspace_bytes
     for bucket in plan.buckets:
         if (needs := bucket.bytes) > budget:
@@ -172,6 +174,20 @@ def _summary(plan: Plan, total: int) -> list[str]:
                 f"more than workspace_bytes={budget}"
             )
     return lines
+
+
+def _landing(plan: Plan) -> list[str]:
+    """How many matrices may take their steps inside the launch that computes them. See [Note: landing]."""
+    if plan.execution.syncs or not any(bucket.recipe.program for bucket in plan.buckets):
+        return []
+    matrices = [(bucket, matrix) for bucket in plan.buckets for matrix in bucket.matrices]
+    inside = sum(b.may_land and m.parameter.dtype == torch.float32 and _in_eights(m) for b, m in matrices)
+    others = "; the others in a launch of their own" if inside < len(matrices) else ""
+    return [f"updates: {inside} of {len(matrices)} where they are computed (fp32, rows side by side){others}"]
+
+
+def _in_eights(matrix: Matrix) -> bool:
+    return matrix.block.shape[1] % 8 == 0 and matrix.wide_shape[1] % 8 == 0
 
 
 def _invariance(plan: Plan) -> list[str]:

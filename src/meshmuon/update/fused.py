@@ -169,10 +169,10 @@ class BucketUpdates:
             All of the bucket's, or None.
         """
         prepared = self._prepared.get(bucket.number)
-        if bucket.route is not Route.LOCAL or prepared is None or len(prepared.launches) != 1:
+        if not bucket.may_land or prepared is None or len(prepared.launches) != 1:
             return None
         table = prepared.launches[0].table
-        if bucket.recipe.program is None or not table.can_be_landed_on:
+        if not table.can_be_landed_on:
             return None
         lr, decay, proceed = self._numbers_of(bucket, rule)
         cautious = rule.weight_decay_mode == "cautious"

@@ -291,6 +291,21 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
     assert "cluster program" in str(small.recipes), "as on the GPU"
 
 
+def test_the_plan_says_which_updates_are_taken_where_they_are_computed():
+    def said(shapes, ranks=1, gpu="h200"):
+        plan = plan_for(shapes, {"fsdp": ranks}, {"fsdp": "shard0"}, gpu).plan
+        found = [line for line in str(plan).splitlines() if line.startswith("updates:")]
+        return found[0] if found else None
+
+    even, odd = {"a": (768, 3072), "b": (3072, 768)}, {"c": (768, 772), "d": (772, 768)}
+    assert said(even) == "updates: 2 of 2 where they are computed (fp32, rows side by side)"
+    assert said({**even, **odd}) == (
+        "updates: 2 of 4 where they are computed (fp32, rows side by side); the others in a launch of their own"
+    )
+    assert said(even, 2).startswith("updates: 0 of 2"), "others compute some of them"
+    assert said(even, gpu="b200") is None, "no programs there"
+
+
 def test_gram_needs_the_long_side_cut():
     assert {r.route for r in plan_for({"w": (64, 512)}, {"tp": 4}, {"tp": "shard0"}).routes} == {"owner", "gather"}
 
