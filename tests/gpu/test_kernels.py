@@ -13,7 +13,7 @@ from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
 from meshmuon.kernels.tables import Slot, build_tables, count_partials
-from meshmuon.polar.orthogonalize import normalised
+from meshmuon.polar.normalise import normalised
 
 pytestmark = [
     pytest.mark.gpu,

@@ -141,7 +141,7 @@ class Result(NamedTuple):
         return sum(map(len, self.columns()))
 
 
-def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[tuple[Item, Item]]:
+def pair_up(matrices: Iterable[int], result: Result) -> list[tuple[Item, Item]]:
     """Cut what is computed of some matrices into tiles, two at a time.
 
     Tiles of one column go together as far as possible; what is left of odd columns goes together unshared.
@@ -149,7 +149,6 @@ def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[t
     Args:
         matrices: Which ones of the stack.
         result: Of each.
-        product: Its number in the program.
 
     Returns:
         For each pair, what its two blocks compute; every tile once.
@@ -161,22 +160,21 @@ def pair_up(matrices: Iterable[int], result: Result, product: int = 0) -> list[t
             single.append((rows.pop(), col))
         shared += [(row // _BAND, col, row) for row in rows[::2]]
     shared.sort()
-    number = product << _PRODUCT_SHIFT
     pairs: list[tuple[Item, Item]] = []
     waiting: Item | None = None
     for matrix in matrices:
         for _, col, row in shared:
-            upper, lower = (Item(matrix, _BOXES * r, _BOXES * col, _SHARED | number) for r in (row, row + 1))
+            upper, lower = (Item(matrix, _BOXES * r, _BOXES * col, _SHARED) for r in (row, row + 1))
             pairs.append((upper, lower))
         for row, col in single:
-            item = Item(matrix, _BOXES * row, _BOXES * col, number)
+            item = Item(matrix, _BOXES * row, _BOXES * col, 0)
             if waiting is None:
                 waiting = item
             else:
                 pairs.append((waiting, item))
                 waiting = None
     if waiting is not None:
-        pairs.append((waiting, Item(0, 0, 0, _IDLE | number)))
+        pairs.append((waiting, Item(0, 0, 0, _IDLE)))
     return pairs
 
 

@@ -214,7 +214,7 @@ class ClusterLaunch:
             describe_stack(stack, ctypes.addressof(self._program) + i * MAP_BYTES)
         for i, (product, after) in enumerate(zip(products, tiles_before(results), strict=True)):
             last = i == len(products) - 1
-            self._program.products[i] = _described(product, stacks, after=after, last=last, lands=last * lands)
+            self._program.products[i] = _described(product, stacks, after=after, last=last, lands=lands if last else 0)
         counted = ctypes.c_void_p(None if written is None else written.data_ptr())
         numbers = (ctypes.c_void_p(table.data_ptr()), ctypes.c_int(len(table)), counted, ctypes.c_int(batch))
         self._landed_on = Arguments()

@@ -1,9 +1,9 @@
 """Parameters that take their step where the last product of a program is computed, by pairs of thread blocks.
 
 [Note: landing] Directions that are written to memory only to be read again for `apply_update` cost 4 bytes per
-parameter, and a launch that does nothing but wait for memory. Where a program computes them, each
-tile can be the step of its part of a parameter instead: parameters are read and written while tensor cores go on with
-other tiles. Every operation is rounded as in `apply_update`, so that both ways have the same bits.
+parameter, and a launch that does nothing but wait for memory. Where a program computes them, each tile can be the step
+of its part of a parameter instead: parameters are read and written while tensor cores go on with other tiles. Every
+operation is rounded as in `apply_update`, so that both ways have the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Arguments(ctypes.Structure):
     """What clusters.cu is told."""
 
     NAMES = ("entries", "lr", "decay", "proceed")
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("entries", "lr", "decay", "proceed"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in NAMES)
 
 
 @dataclass(frozen=True, slots=True)

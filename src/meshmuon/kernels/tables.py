@@ -21,7 +21,7 @@ from meshmuon.errors import message
 
 TILE = 64  # side of the tiles: norms are summed tile by tile, so changing it changes the last bits of a norm
 FIELDS = 18  # 64-bit numbers per matrix; `elementwise_tiles.py` reads them in the order of `_rows`
-_VECTOR = 8  # elements: what rows have to be a multiple of for 16-byte accesses
+VECTOR = 8  # elements: what rows have to be a multiple of for 16-byte accesses
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -190,7 +190,7 @@ def _is_aligned(slot: Slot) -> bool:
             return False
         numbers.append(tensor.stride(row_dim))
         numbers.append(tensor.stride(0) if tensor.ndim == 3 else 0)
-    return all(number % _VECTOR == 0 for number in numbers)
+    return all(number % VECTOR == 0 for number in numbers)
 
 
 def _addresses(slots: Sequence[Slot]) -> list[tuple[object, ...]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshmuon.errors import some
+from meshmuon.kernels.tables import VECTOR
 from meshmuon.layout.heads import attention_layers
 from meshmuon.layout.names import starred
 from meshmuon.layout.records import Matrix, ParameterRecord
@@ -180,14 +181,16 @@ def _landing(plan: Plan) -> list[str]:
     """How many matrices may take their steps inside the launch that computes them. See [Note: landing]."""
     if plan.execution.syncs or not any(bucket.recipe.program for bucket in plan.buckets):
         return []
-    matrices = [(bucket, matrix) for bucket in plan.buckets for matrix in bucket.matrices]
-    inside = sum(b.may_land and m.parameter.dtype == torch.float32 and _in_eights(m) for b, m in matrices)
-    others = "; the others in a launch of their own" if inside < len(matrices) else ""
-    return [f"updates: {inside} of {len(matrices)} where they are computed (fp32, rows side by side){others}"]
+    inside = sum(matrix.count for b in plan.buckets if b.may_land for matrix in b.matrices if _may_land(matrix))
+    total = sum(matrix.count for b in plan.buckets for matrix in b.matrices)
+    others = "; the others in a launch of their own" if inside < total else ""
+    return [f"updates: {inside} of {total} where they are computed (fp32, rows side by side){others}"]
 
 
-def _in_eights(matrix: Matrix) -> bool:
-    return matrix.block.shape[1] % 8 == 0 and matrix.wide_shape[1] % 8 == 0
+def _may_land(matrix: Matrix) -> bool:
+    """As far as a plan can know: whether rows lie side by side, a table sees (`TensorTable.can_be_landed_on`)."""
+    even = matrix.block.shape[1] % VECTOR == 0 and matrix.wide_shape[1] % VECTOR == 0
+    return even and matrix.parameter.dtype == torch.float32
 
 
 def _invariance(plan: Plan) -> list[str]:

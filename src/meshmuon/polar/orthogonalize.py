@@ -18,14 +18,13 @@ from torch import Tensor
 
 from meshmuon.config import DTypeChoice, Form, Orthogonalizer
 from meshmuon.errors import message
-from meshmuon.kernels import elementwise
 from meshmuon.kernels.crew import share
 from meshmuon.kernels.landing import Landing
-from meshmuon.kernels.self_check import check_alone, check_kernels
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule, resolve_schedule
 from meshmuon.polar.cpu_operations import CpuOperations, count_panels
 from meshmuon.polar.kernel_operations import KernelOperations
+from meshmuon.polar.normalise import normalised, normalised_by_kernels, normalised_by_torch
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
 from meshmuon.polar.program import can_run, run_program
 from meshmuon.polar.recipe import Recipe, choose_recipe
@@ -43,8 +42,6 @@ _DEFAULT_WORKSPACE = 2**30
 # Numbers of Gram matrices that a thread of a CPU takes at a time: 1 MB in fp32, so that they stay near it.
 _CACHED_NUMBERS = 2**18
 _LARGE = 2**26  # multiplications that are worth the while of several threads: half a millisecond
-LARGEST_EXPONENT = 126  # 2**126 and 2**-126 are both normal fp32 numbers
-_ORDINARY_NORMS = (2.0**-30, 2.0**30)  # whose squares stay far from fp32's ends
 
 
 def orthogonalize(
@@ -146,9 +143,9 @@ def orthogonalize_stack(x: Given, recipe: Recipe, *, partials: Tensor | None = N
     if _takes_threads(recipe, x.device):
         return _by_threads(x, recipe, consume=consume)
     if recipe.fused:
-        start = [_normalised_by_kernels(x, recipe, partials, consume=consume)]
+        start = [normalised_by_kernels(x, recipe, partials, consume=consume)]
     else:
-        start = [_normalised_by_torch(x, recipe)]
+        start = [normalised_by_torch(x, recipe)]
     del x  # the iteration is to be the only one that holds it
     if recipe.one_by_one:
         return _one_by_one(taken(start), recipe)[:, :m, :n]
@@ -172,7 +169,7 @@ def orthogonalize_onto(
     program, (batch, m, n) = recipe.program, (x[0] if isinstance(x, list) else x).shape
     if landing is None or program is None or not batch:
         return orthogonalize_stack(x, recipe, partials=partials)
-    start = [_normalised_by_kernels(taken(x), recipe, partials, consume=isinstance(x, list))]
+    start = [normalised_by_kernels(taken(x), recipe, partials, consume=isinstance(x, list))]
     if can_run(program, start[0]):
         run_program(program, start, landing)
         return None
@@ -197,7 +194,7 @@ def _by_threads(x: Tensor, recipe: Recipe, *, consume: bool) -> Tensor:
     few = batch % threads if count_panels(rows, recipe.dtype) > batch % threads else 0
 
     def start(part: slice) -> Tensor:
-        return _normalised_by_torch(x[part], recipe)
+        return normalised_by_torch(x[part], recipe)
 
     def iterate(x: Given, part: slice) -> Tensor:
         return _iterate(x, recipe, out=None if padded else result[part])
@@ -236,36 +233,6 @@ def _one_by_one(start: Tensor, recipe: Recipe) -> Tensor:
     return result
 
 
-def _normalised_by_torch(x: Tensor, recipe: Recipe) -> Tensor:
-    return normalised(_canonical(x, recipe), eps=recipe.eps).to(recipe.dtype)
-
-
-def _canonical(x: Tensor, recipe: Recipe) -> Tensor:
-    """Bring into the one form everything is computed from; x itself, if it has it. See [Note: canonical entry]."""
-    batch, m, n = x.shape
-    wide = torch.float64 if torch.float64 in (x.dtype, recipe.dtype) else torch.float32
-    if (m, n) == (cost.padded(m), cost.padded(n)):
-        return x.to(wide).contiguous()
-    buffer = torch.zeros(batch, cost.padded(m), cost.padded(n), dtype=wide, device=x.device)
-    buffer[:, :m, :n].copy_(x)
-    return buffer
-
-
-def _normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *, consume: bool) -> Tensor:
-    """The same entry by fused kernels: padded, divided by the norm, rounded to the dtype of the products."""
-    batch, m, n = x.shape
-    check_kernels(x.device, recipe.dtype)
-    if partials is None:
-        check_alone("measure", x.device)
-        partials = elementwise.measure(x)
-    norms = elementwise.find_norms(partials, batch=batch)
-    in_place = consume and x.is_contiguous() and x.dtype.itemsize == recipe.dtype.itemsize
-    if in_place and (m, n) == (cost.padded(m), cost.padded(n)):
-        return elementwise.normalise(x, norms, out=x.view(recipe.dtype))
-    out = torch.empty(batch, cost.padded(m), cost.padded(n), dtype=recipe.dtype, device=x.device)
-    return elementwise.normalise(x, norms, out=out)
-
-
 def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     program = recipe.program
     if program is not None and can_run(program, start[0]):
@@ -275,49 +242,6 @@ def _iterate(start: Given, recipe: Recipe, out: Tensor | None = None) -> Tensor:
     products = "threads" if _takes_threads(recipe, start[0].device) else recipe.kernels.products
     operations = _OPERATIONS[products, recipe.invariant]
     return evaluate(start, recipe.way, schedule=recipe.schedule, operations=operations, out=out)
-
-
-def normalised(x: Tensor, *, eps: float) -> Tensor:
-    """Divide each matrix by its Frobenius norm, without overflow or underflow on the way.
-
-    The matrix is first scaled by a power of two (exactly) so that its largest element lies in [1/2, 1): squares of
-    1e20 or 1e-25 would not survive in fp32. A CPU, which can look, leaves that out where it would change nothing.
-
-    Args:
-        x: (batch, m, n), fp32 or fp64, contiguous; never written.
-        eps: Replaces a norm of zero.
-
-    Returns:
-        A new tensor.
-    """
-    if x.device.type == "cpu":
-        norm = _norms(x)
-        least, most = torch.aminmax(norm)
-        if _ORDINARY_NORMS[0] <= least and most <= _ORDINARY_NORMS[1]:
-            return x / norm
-    x = x * power_of_two(x)[0]
-    norm = _norms(x)
-    return x.div_(torch.where(norm > 0, norm, eps))
-
-
-def power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the power of two that brings the largest element of each matrix into [1/2, 1).
-
-    Args:
-        x: (batch, m, n), fp32 or fp64, not empty.
-
-    Returns:
-        2^-e and e, both (batch, 1, 1).
-    """
-    peak = torch.maximum(x.amax(dim=(-2, -1), keepdim=True), -x.amin(dim=(-2, -1), keepdim=True))
-    largest = 1022 if x.dtype == torch.float64 else LARGEST_EXPONENT
-    exponent = torch.frexp(peak).exponent.clamp_(-largest, largest)
-    return torch.ldexp(torch.ones_like(peak), -exponent), exponent
-
-
-def _norms(x: Tensor) -> Tensor:
-    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
 
 def _svd_polar(x: Tensor, *, eps: float) -> Tensor:

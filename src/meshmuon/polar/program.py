@@ -225,10 +225,9 @@ def run_program(program: Program, x: Given, landing: Landing | None = None) -> T
         The result; if it has landed, memory of its shape with anything in it.
     """
     x = taken(x)
-    stacks = [x]
-    for number, shape in enumerate(_shapes(program, x)[1:], start=1):
-        unused = landing is not None and number == program.result and program.result_apart
-        stacks.append(x if unused else x.new_empty(shape))
+    unused = program.result if landing is not None and program.result_apart else None  # any memory of its shape will do
+    shapes = enumerate(_shapes(program, x))
+    stacks = [x if number in (0, unused) else x.new_empty(shape) for number, shape in shapes]
     written = clusters.counters(x)  # kept until the launch: it is known by its address
     if landing is None:
         _bind(program, stacks, written)()

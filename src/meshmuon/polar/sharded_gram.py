@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meshmuon.kernels.crew import share
 from meshmuon.polar.gram import factor, split_at
+from meshmuon.polar.normalise import LARGEST_EXPONENT, power_of_two
 from meshmuon.polar.operations import TorchOperations
-from meshmuon.polar.orthogonalize import LARGEST_EXPONENT, power_of_two
 from meshmuon.polar.recipe import Recipe
 
 _OPERATIONS = TorchOperations()

@@ -22,10 +22,8 @@ from meshmuon.plan.bucket import Bucket, Plan
 from meshmuon.plan.route import Route
 from meshmuon.update.apply import ApplyRule, apply_update_
 from meshmuon.update.momentum import MomentumRule, update_momentum_
-from meshmuon.update.scale import scale_factor
+from meshmuon.update.slots import let_go, refilled, scales_of, slots_of
 from meshmuon.update.tensors import MatrixTensors
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -195,18 +193,18 @@ class BucketUpdates:
     def _tables(self, number: int, matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[_Launch] | None:
         """The tables of a bucket, brought up to date; None if kernels cannot work on what it holds."""
         known = self._prepared.get(number)
-        if known is not None and known.scales != _scales(after):
+        if known is not None and known.scales != scales_of(after):
             known = None
-        slots = _refilled(known.slots, matrices) if known is not None else None
-        slots = slots or _slots(matrices, after)
+        slots = refilled(known.slots, matrices) if known is not None else None
+        slots = slots or slots_of(matrices, after)
         if slots is None:
             return None
         try:
             launches = _current(known.launches if known is not None else [], slots)
-            self._prepared[number] = _Prepared(_scales(after), slots, launches)
+            self._prepared[number] = _Prepared(scales_of(after), slots, launches)
             return launches
         finally:
-            _let_go(slots)
+            let_go(slots)
 
     def live(self, name: str, group: int, device: torch.device, values: tuple[float, ...]) -> Tensor:
         """Keep numbers of a group in device memory, rewritten in the order of the stream when they change.
@@ -237,58 +235,6 @@ def _is_on(lr: float | Tensor, device: torch.device) -> bool:
     return isinstance(lr, Tensor) and lr.device == device
 
 
-def _scales(after: ApplyRule) -> tuple[object, float]:
-    return (after.adjust_lr_fn, after.extra_scale_factor)
-
-
-def _slots(matrices: Sequence[MatrixTensors], after: ApplyRule) -> list[Slot] | None:
-    """The matrices as kernels see them; None if one of them is nothing that kernels can work on."""
-    scales: dict[tuple[int, int], float] = {}
-    slots = []
-    for item in matrices:
-        param, buffer = _stack(item.param, item), _stack(item.buffer, item)
-        grad = None if item.grad is None else _stack(item.grad, item)
-        if param is None or buffer is None or (grad is None) != (item.grad is None):
-            return None
-        matrix = item.matrix
-        shape = matrix.scaled_shape
-        if shape not in scales:
-            scales[shape] = after.extra_scale_factor * scale_factor(shape, after.adjust_lr_fn)
-        slots.append(
-            Slot(
-                param=param,
-                buffer=buffer,
-                grad=grad,
-                input_offset=item.place.input,
-                direction_offset=item.place.direction,
-                padded=matrix.wide_shape if matrix.share is None else matrix.block.shape,
-                turned=matrix.share is None and matrix.tall,
-                scale=scales[shape],
-            )
-        )
-    return slots
-
-
-def _refilled(slots: list[Slot], matrices: Sequence[MatrixTensors]) -> list[Slot] | None:
-    """The same slots with the gradients of this step; None if other tensors have taken the place of theirs."""
-    if len(slots) != len(matrices):
-        return None
-    for slot, item in zip(slots, matrices):  # every call counts: a model has many matrices
-        grad = item.grad
-        known = slot.param is item.param and slot.buffer is item.buffer
-        if not known or (grad is not None and grad.dtype not in _DTYPES):
-            _let_go(slots)
-            return None
-        slot.grad = grad  # of the parameter's shape, as torch sees to
-    return slots
-
-
-def _let_go(slots: Sequence[Slot]) -> None:
-    """Keep no gradients: they must be gone when the user lets go of them. Tables know their addresses."""
-    for slot in slots:
-        slot.grad = None
-
-
 def _current(launches: list[_Launch], slots: Sequence[Slot]) -> list[_Launch]:
     """The same tables with the addresses of this step, or new ones where those do not fit any more."""
     if launches and sum(len(launch.positions) for launch in launches) == len(slots):
@@ -301,15 +247,3 @@ def _current(launches: list[_Launch], slots: Sequence[Slot]) -> list[_Launch]:
         except ValueError:  # other dtypes, sizes or alignment than before
             pass
     return [_Launch(table, positions) for table, positions in build_tables(slots)]
-
-
-def _stack(tensor: Tensor, item: MatrixTensors) -> Tensor | None:
-    if tensor.dtype not in _DTYPES:
-        return None
-    rows, cols = item.matrix.block.shape
-    if tensor.shape in ((rows, cols), (item.matrix.count, rows, cols)):
-        return tensor
-    try:
-        return tensor.view(item.matrix.count, rows, cols)
-    except RuntimeError:  # strides that no view has
-        return None

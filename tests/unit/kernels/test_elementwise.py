@@ -11,7 +11,7 @@ import torch
 
 from meshmuon.kernels import elementwise
 from meshmuon.kernels.tables import Slot, build_tables, count_partials
-from meshmuon.polar.orthogonalize import normalised
+from meshmuon.polar.normalise import normalised
 
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 

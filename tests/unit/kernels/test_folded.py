@@ -6,8 +6,9 @@ from meshmuon.config import Orthogonalizer
 from meshmuon.kernels import symmetric_matmul as module
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.newton_schulz import newton_schulz
+from meshmuon.polar.normalise import normalised
 from meshmuon.polar.operations import TorchOperations
-from meshmuon.polar.orthogonalize import normalised, orthogonalize_stack
+from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.polar.recipe import choose_recipe
 
 SCHEDULE = resolve_schedule("polar_express", 5)

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import re
 from contextlib import contextmanager
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from meshmuon import Muon, Orthogonalizer
+from meshmuon.kernels import problems
 from meshmuon.kernels.landing import Landing
+from meshmuon.kernels.self_check import check_kernel
 from meshmuon.kernels.tables import Slot, TensorTable
 from meshmuon.plan.route import Route
 from meshmuon.polar import orthogonalize as entry
@@ -45,6 +48,11 @@ class Kernel:
 
     def _write(self, product):
         a, b = (self.stacks[i].float() for i in product.operands)
+        if product.in_halves:
+            sums = product.alpha * (a @ b.mT)
+            self.stacks[product.d].copy_(sums)
+            self.stacks[product.second.d].copy_((sums - self.stacks[product.d].float()) * product.second.alpha)
+            return
         wanted = [(product.d, product.alpha, product.beta, product.delta, product.gamma)]
         wanted += [] if product.second is None else [tuple(product.second)]
         sums = a @ (b.mT if product.mirrored else b)
@@ -176,6 +184,53 @@ def test_what_a_launch_was_bound_for_is_not_what_another_lands_on():
             assert none == 0
             assert all(torch.equal(one, other) for one, other in zip(landed, applied, strict=True)), mode
     assert len({landing.table.entries.data_ptr() for landing in landings if landing}) > 1
+
+
+class Flipped(Kernel):
+    def _land(self, landing, directions):
+        super()._land(landing, -directions)
+
+
+class Undecayed(Kernel):
+    def _land(self, landing, directions):
+        super()._land(dataclasses.replace(landing, weight_decay=None), directions)
+
+
+class Cautious(Kernel):
+    def _land(self, landing, directions):
+        super()._land(dataclasses.replace(landing, cautious=True), directions)
+
+
+class Lazy(Kernel):
+    """Leaves out the second half of the matrices, which lie across."""
+
+    def _land(self, landing, directions):
+        later = landing.table.entries[len(directions) // 2 :]
+        later[:, 0] = 0
+        super()._land(landing, directions)
+
+
+class Restless(Kernel):
+    """Forgets what rounding takes."""
+
+    def _write(self, product):
+        super()._write(product)
+        self.stacks[product.second.d].zero_()
+
+
+STEPS, HALVES = "steps where directions are computed", "symmetric_matmul (in halves)"
+WRONG = [(STEPS, wrong, dtype) for wrong in (Flipped, Undecayed, Cautious, Lazy) for dtype in ("float16", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "wrong", "dtype"), [*WRONG, (HALVES, Restless, "float16")])
+def test_the_self_check_refuses_a_wrong_one(name, wrong, dtype):
+    dtype = getattr(torch, dtype)
+    there = mock.patch.object(problems.clusters, "can_run", return_value=True)
+    with there, mock.patch.object(problems.clusters, "ClusterLaunch", Kernel):
+        assert check_kernel(name, torch.device("cpu"), dtype) < 0.5
+    refused = pytest.raises(RuntimeError, match=re.escape(name))
+    with there, mock.patch.object(problems.clusters, "ClusterLaunch", wrong), refused:
+        check_kernel(name, torch.device("cpu"), dtype)
 
 
 def test_a_launch_is_bound_for_one_kind_of_step():

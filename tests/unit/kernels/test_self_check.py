@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshmuon import Orthogonalizer
-from meshmuon.kernels import elementwise, self_check
+from meshmuon.kernels import elementwise, problems, self_check
 from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.configs import choose_config
 from meshmuon.kernels.dispatch import Dispatch
@@ -34,7 +34,7 @@ def test_a_wrong_kernel_is_refused_by_name():
 def test_a_rest_that_is_wrong_is_refused():
     name, device = "symmetric_matmul (in halves)", torch.device("cpu")
     assert self_check.check_kernel(name, device, torch.float16) < 1.0
-    with mock.patch.object(self_check, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
+    with mock.patch.object(problems, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
         self_check.check_kernel(name, device, torch.float16)
 
 
@@ -53,11 +53,11 @@ def launch_by_torch(products, stacks, written):
 
 def test_of_products_that_follow_each_other_the_last_ones_count():
     name, device = "one product after the other", torch.device("cpu")
-    as_on_a_gpu = mock.patch.object(self_check, "SMALL_STACK", self_check.STACK)
+    as_on_a_gpu = mock.patch.object(problems, "SMALL_STACK", problems.STACK)
     with as_on_a_gpu, mock.patch.object(self_check.clusters, "can_run", return_value=True) as asked:
         with mock.patch.object(self_check.clusters, "ClusterLaunch", launch_by_torch):
             assert self_check.check_kernel(name, device, torch.float16) < 1.0
-        pairs = list_pairs(self_check.STACK[0], asked.call_args.kwargs["results"], 66)  # clusters of an H200
+        pairs = list_pairs(problems.STACK[0], asked.call_args.kwargs["results"], 66)  # clusters of an H200
         assert len(pairs) > 8 * 66, "clusters take more than they know ahead"
         tired = mock.patch.object(self_check.clusters, "ClusterLaunch", lambda p, *rest: launch_by_torch(p[:-2], *rest))
         with tired, pytest.raises(RuntimeError, match="one product after the other"):
@@ -78,7 +78,7 @@ def test_sums_of_squares_that_are_wrong_are_refused():
 
 @pytest.mark.parametrize("rest", [False, True])
 def test_products_are_checked_in_the_tiles_that_train(rest):
-    checked = choose_config("hopper", *self_check.STACK, torch.float16, rest=rest)
+    checked = choose_config("hopper", *problems.STACK, torch.float16, rest=rest)
     assert checked.clusters
     for shape in ((24, 768, 3072), (32, 1408, 2048), (8, 2048, 2048)):
         assert choose_config("hopper", *shape, torch.float16, rest=rest) == checked
@@ -86,7 +86,7 @@ def test_products_are_checked_in_the_tiles_that_train(rest):
 
 
 def test_products_of_few_tiles_are_checked_in_tiles_of_every_size():
-    found = {rows: choose_cut(1, rows, same=True, multiprocessors=132) for rows in self_check.FEW_TILES}
+    found = {rows: choose_cut(1, rows, same=True, multiprocessors=132) for rows in problems.FEW_TILES}
     assert {cut for cut, _ in found.values()} == set(CUTS)
     assert sum(any(block.paired for block in blocks) for _, blocks in found.values()) == 1
     assert all(choose_config("hopper", 1, rows, 208, torch.float16).few for rows in found)
@@ -99,11 +99,11 @@ def test_where_few_tiles_can_run_all_of_them_are_compared():
         seen.append(tuple(x.shape))
         return c, c.double()
 
-    possible = mock.patch.object(self_check, "why_impossible", return_value="")
-    with possible, mock.patch.object(self_check, "_all_terms", all_terms):
+    possible = mock.patch.object(problems, "why_impossible", return_value="")
+    with possible, mock.patch.object(problems, "_all_terms", all_terms):
         got, expected = self_check.CHECKS[self_check.FEW](CPU, torch.float32)
-    assert seen == [(1, rows, 208) for rows in self_check.FEW_TILES]
-    assert got.numel() == expected.numel() == sum(rows * rows for rows in self_check.FEW_TILES)
+    assert seen == [(1, rows, 208) for rows in problems.FEW_TILES]
+    assert got.numel() == expected.numel() == sum(rows * rows for rows in problems.FEW_TILES)
 
 
 def test_the_kernel_that_takes_longest_to_compile_is_begun_first_and_checked_last():
@@ -198,9 +198,9 @@ def test_every_mistake_of_a_product_is_larger_than_rounding(mistake, dtype):
     def multiply(x, **terms):
         return MISTAKES[mistake](gram_of(x), x, terms).to(x.dtype)
 
-    possible = mock.patch.object(self_check, "why_impossible", return_value="")
-    as_on_a_gpu = mock.patch.object(self_check, "SMALL_STACK", (2, *self_check.STACK[1:]))
-    with possible, as_on_a_gpu, mock.patch.object(self_check, "symmetric_matmul", multiply):
+    possible = mock.patch.object(problems, "why_impossible", return_value="")
+    as_on_a_gpu = mock.patch.object(problems, "SMALL_STACK", (2, *problems.STACK[1:]))
+    with possible, as_on_a_gpu, mock.patch.object(problems, "symmetric_matmul", multiply):
         for name in (self_check.FEW, "symmetric_matmul (quadratic)"):
             if mistake == "nothing":
                 assert self_check.check_kernel(name, CPU, dtype) < 0.1
@@ -210,6 +210,6 @@ def test_every_mistake_of_a_product_is_larger_than_rounding(mistake, dtype):
 
 
 def test_a_check_under_autocast_is_one_without():
-    possible = mock.patch.object(self_check, "why_impossible", return_value="")
-    with possible, mock.patch.object(self_check, "FEW_TILES", (144,)), torch.autocast("cpu", torch.bfloat16):
+    possible = mock.patch.object(problems, "why_impossible", return_value="")
+    with possible, mock.patch.object(problems, "FEW_TILES", (144,)), torch.autocast("cpu", torch.bfloat16):
         assert self_check.check_kernel(self_check.FEW, CPU, torch.float16) < 1.0

@@ -302,6 +302,7 @@ def test_the_plan_says_which_updates_are_taken_where_they_are_computed():
     assert said({**even, **odd}) == (
         "updates: 2 of 4 where they are computed (fp32, rows side by side); the others in a launch of their own"
     )
+    assert said({"layers.experts.w": ((64, 768, 1024), View(experts=True))}).startswith("updates: 64 of 64")
     assert said(even, 2).startswith("updates: 0 of 2"), "others compute some of them"
     assert said(even, gpu="b200") is None, "no programs there"
 

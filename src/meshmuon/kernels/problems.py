@@ -1,0 +1,245 @@
+"""A small problem for every kernel, with torch's answer: what `self_check` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshmuon.kernels import clusters, elementwise
+from meshmuon.kernels.agenda import Product, Result, Second
+from meshmuon.kernels.hopper import why_impossible
+from meshmuon.kernels.landing import Landing
+from meshmuon.kernels.peaks import PeakFinder
+from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
+from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
+
+_ROUNDS = 4  # of two products in one launch
+STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
+FEW_TILES = (144, 976, 1040, 1424, 1488)  # rows of single matrices: their products are cut in all the ways there are
+FEW = "symmetric_matmul (few tiles)"
+
+
+def _numbers(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Reproducible numbers of size 1 without a generator: this may run in the middle of a training run."""
+    count = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32)
+    return torch.sin(count * 12.9898).mul_(1.7).view(shape).to(dtype)
+
+
+def _stack(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Sides that fill no tile. On a GPU so large that it is given the tiles of the products that train."""
+    return _factors(device, dtype, *(SMALL_STACK if device.type == "cpu" else STACK))
+
+
+def _factors(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """What to multiply, so that products are a few units large and all terms of `_all_terms` count in 16 bits."""
+    return _with_heavy_end(_numbers(device, dtype, *shape) / 8)
+
+
+def _with_heavy_end(x: Tensor) -> Tensor:
+    """Double the last numbers of the inner dimension: a product that forgets what fills no tile is off by a quarter."""
+    x[..., -16:] *= 2
+    return x
+
+
+def _gram(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _stack(device, dtype)
+    return symmetric_matmul(x), torch.bmm(x.double(), x.double().mT)
+
+
+def _few(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Single products in tiles of every size, with all that can be added."""
+    if why_impossible(device, dtype):
+        return _gram(device, dtype)
+    stacks = [_factors(device, dtype, 1, rows, 208) for rows in FEW_TILES]
+    got, expected = zip(*(_all_terms(x, torch.bmm(x, x.mT)) for x in stacks), strict=True)
+    return _flat(list(got)), _flat(list(expected))
+
+
+def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if dtype != torch.float16:
+        return _gram(device, dtype)  # nothing else is iterated on in halves
+    x = _stack(device, dtype)
+    high, rest = (x.new_empty(*x.shape[:-1], x.shape[-2]) for _ in range(2))
+    symmetric_matmul(x, out=high, rest=rest)
+    got, expected = [_from_halves(high, rest)], [torch.bmm(x.double(), x.double().mT)]
+    if clusters.can_run(device, dtype, batch=len(x), results=(Result(x.shape[1], x.shape[1], mirrored=True),)):
+        high, rest = (torch.full_like(high, float("nan")) for _ in range(2))
+        product = Product(0, 0, None, 1, mirrored=True, second=Second(2, alpha=REST_SCALE), in_halves=True)
+        clusters.ClusterLaunch([product], [x, high, rest])()
+        got, expected = [*got, _from_halves(high, rest)], 2 * expected
+    return _flat(got), _flat(expected)
+
+
+def _from_halves(high: Tensor, rest: Tensor) -> Tensor:
+    return (high.double() + rest.double() / REST_SCALE).to(torch.float32)
+
+
+def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _stack(device, dtype)
+    r = torch.bmm(x, x.mT)
+    return _all_terms(_with_heavy_end(r / 32), r)
+
+
+def _all_terms(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.double()
+    expected = torch.baddbmm(c.double(), wide, wide.mT, beta=-2.5, alpha=1.5)
+    expected.diagonal(dim1=-2, dim2=-1).add_(3.0)
+    return symmetric_matmul(x, alpha=1.5, beta=-2.5, c=c, gamma=3.0), expected
+
+
+def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x·xᵀ and its product with x, both again and again in one launch, where there is a kernel for both.
+
+    So often that every cluster takes more pairs than it knows ahead. Only the last round gives what is expected. One
+    triangle of x·xᵀ is there, as in the programs that train.
+    """
+    x = _stack(device, dtype)
+    batch, m, n = x.shape
+    results = (Result(m, m, mirrored=True), Result(m, n, mirrored=False)) * _ROUNDS
+    if not clusters.can_run(device, dtype, batch=batch, results=results):
+        return _gram(device, dtype)
+    r, product = x.new_full((batch, m, m), float("nan")), torch.empty_like(x)
+    gram = Product(a=0, b=0, c=None, d=1, mirrored=True, half_d=True)
+    whole = Product(a=1, b=0, c=None, d=2, mirrored=False, half_a=True)
+    products = [replace(gram, alpha=2.0), whole] * (_ROUNDS - 1) + [gram, whole]
+    written = clusters.counters(x)
+    clusters.ClusterLaunch(products, [x, r, product], written)()
+    expected = torch.bmm(x.double(), x.double().mT).to(dtype)
+    return product, torch.bmm(expected.double(), x.double())
+
+
+def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The product of the check before, taken as a step by parameters: half of them lie as it does, half across."""
+    x = _stack(device, dtype)
+    batch, m, n = x.shape
+    results = (Result(m, n, mirrored=False),)
+    if not clusters.can_run(device, dtype, batch=batch, results=results):
+        return _gram(device, dtype)
+    half, factor = batch // 2, torch.bmm(x, x.mT)
+    direction = torch.bmm(factor.double(), x.double())
+    alpha = 2.0 / float(direction.abs().max())  # as large as parameters: what decays is not to be lost beside it
+    direction = (alpha * direction).float()
+    params = [_numbers(device, torch.float32, half, *sides) for sides in ((m, n), (n, m))]
+    slots = [
+        Slot(
+            param=param,
+            buffer=param,
+            grad=param,
+            input_offset=None,
+            direction_offset=i * half * m * n,
+            padded=(m, n),
+            turned=i > 0,
+            scale=0.25,
+        )
+        for i, param in enumerate(params)
+    ]
+    expected = [0.5 * params[0] - 0.5 * direction[:half], 0.5 * params[1] - 0.5 * direction[half:].mT]
+    lr, decay = (torch.full((1,), number, dtype=torch.float32, device=device) for number in (2.0, 0.25))
+    landing = Landing(build_tables(slots)[0][0], lr, decay, proceed=_go(device))
+    product = Product(0, 1, None, 2, mirrored=False, alpha=alpha)
+    clusters.ClusterLaunch([product], [factor, x, torch.empty_like(x)], lands=landing.flag).onto(landing)
+    return _flat(params).to(dtype), _flat(expected)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _slot(device: torch.device) -> Slot:
+    param, buffer, grad = _numbers(device, torch.float32, 3, 144, 80).unbind()
+    return Slot(
+        param=param,
+        buffer=buffer,
+        grad=grad,
+        input_offset=0,
+        direction_offset=0,
+        padded=(80, 144),
+        turned=True,
+        scale=0.5,
+    )
+
+
+def _momentum(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    slot = _slot(device)
+    assert slot.grad is not None
+    buffer = torch.lerp(slot.buffer, slot.grad, 0.1)
+    expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(torch.bfloat16)
+    return _update(slot)[0], expected
+
+
+def _norms(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inputs, partials = _update(_slot(device))
+    return partials.float(), _squares_by_tiles(inputs[None])  # on a grid of 2^-40
+
+
+def _update(slot: Slot) -> tuple[Tensor, Tensor]:
+    device = slot.param.device
+    inputs = torch.empty(80 * 144, dtype=torch.bfloat16, device=device)
+    partials = torch.empty(count_partials(1, slot.padded), dtype=torch.float64, device=device)
+    elementwise.update_momentum(
+        build_tables([slot])[0][0],
+        inputs,
+        numbers=torch.tensor(elementwise.momentum_numbers(0.9), dtype=torch.float32, device=device),
+        nesterov=True,
+        proceed=_go(device),
+        partials=partials,
+    )
+    return inputs.view(80, 144), partials
+
+
+def _go(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
+def _measure(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _numbers(device, torch.bfloat16, 2, 80, 144)
+    return elementwise.measure(x).float(), _squares_by_tiles(x)  # on a grid of 2^-40
+
+
+def _squares_by_tiles(x: Tensor) -> Tensor:
+    batch, m, n = x.shape
+    room = functional.pad(x.double().square(), (0, -n % TILE, 0, -m % TILE))
+    return room.view(batch, -(-m // TILE), TILE, -(-n // TILE), TILE).sum(dim=(2, 4)).flatten()
+
+
+def _normalise(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _numbers(device, torch.bfloat16, 2, 80, 144) * 1e-20
+    out = torch.empty(2, 80, 144, dtype=dtype, device=device)
+    elementwise.normalise(x, elementwise.find_norms(_squares_by_tiles(x), batch=2), out=out)
+    return out, x.double() / x.double().flatten(1).norm(dim=1)[:, None, None]
+
+
+def _apply(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    slot = _slot(device)
+    direction = _numbers(device, dtype, 80 * 144)
+    expected = slot.param * (1 - 0.1 * 0.2) - 0.1 * 0.5 * direction.view(80, 144).mT.float()
+    lr, decay = (torch.full((1,), number, dtype=torch.float32, device=device) for number in (0.1, 0.2))
+    table = build_tables([slot])[0][0]
+    elementwise.apply_update(table, direction, lr=lr, weight_decay=decay, mode="decoupled", proceed=_go(device))
+    return slot.param, expected
+
+
+def _peaks(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    tensors = [_numbers(device, torch.float32, size) for size in (5, 40_000, 3)]
+    return PeakFinder().find(tensors), torch.stack([tensor.abs().max() for tensor in tensors])
+
+
+# Those that Triton compiles come first; their arguments are of the kind that steps pass, which compile no others then.
+CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
+    "peaks": _peaks,
+    "measure": _measure,
+    "update_momentum": _momentum,
+    "update_momentum (norms)": _norms,
+    "normalise": _normalise,
+    "apply_update": _apply,
+    "symmetric_matmul (in halves)": _halves,
+    "symmetric_matmul (gram)": _gram,
+    "symmetric_matmul (quadratic)": _quadratic,
+    "one product after the other": _one_after_the_other,
+    "steps where directions are computed": _landing,
+    FEW: _few,
+}
