@@ -257,6 +257,20 @@ def test_a_bucket_in_two_tables_takes_steps_from_memory_and_all_of_them():
     assert not any(torch.equal(one, start) for one, start in zip(landed, before, strict=True))
 
 
+def test_whether_a_step_happens_is_told_where_it_lands():
+    """A CPU knows before it begins; a GPU reads the flag in the launch."""
+    seen, go = [], torch.zeros((), dtype=torch.bool)
+
+    def looked_at(updates, bucket, rule):
+        seen.append(landing(updates, bucket, dataclasses.replace(rule, proceed=go)))
+        return seen[-1]
+
+    landing, before = BucketUpdates.landing, trained({"w": (48, 80)}, steps=0)[0]
+    with hopper(), mock.patch.object(BucketUpdates, "landing", looked_at):
+        after, _ = trained({"w": (48, 80)}, steps=1)
+    assert seen[0].proceed.data_ptr() == go.data_ptr() and torch.equal(after[0], before[0])
+
+
 def test_what_comes_from_other_ranks_does_not_land():
     seen = []
 
@@ -279,7 +293,7 @@ def test_a_result_that_lands_has_no_memory_of_its_own():
         return mock.MagicMock()
 
     table = TensorTable([slot_of(torch.zeros(2, 48, 80))])
-    for way, apart in ((Way("gram", ()), True), (Way("gram", (2,)), False)):
+    for way, apart in ((Way("gram", ()), True), (Way("gram", (2,)), False), (Way("gram", (2, 3)), False)):
         program = programs.write_program(schedule, way)
         assert program.result_apart is apart
         for landing in (None, Landing(table, torch.ones(1), None)):
