@@ -182,16 +182,10 @@ __device__ __forceinline__ void scout(
     const Product& product = program.products[item.product()];
     if (leads()) {
       if (product.after && !item.idle()) wait_for_count(written + item.matrix, product.after);
-      asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(progress), "r"(number + 1) : "memory");
+      count_on(progress, number + 1);
     }
     __syncwarp();
   }
-}
-__device__ __forceinline__ void wait_for_scout(uint32_t progress, int number) {
-  int reached;
-  do {
-    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(reached) : "r"(progress) : "memory");
-  } while (reached <= number);
 }
 
 // ---- the warp that loads
@@ -262,7 +256,7 @@ __device__ __forceinline__ void load_items(
       load_nothing(ring, product.slots());
       continue;
     }
-    if (scouted) wait_for_scout(progress, number);
+    if (scouted) wait_for_more(progress, number);
     load_tile(ring, program, product, item, mail.rank);
     load_added(ring, program, product, item);
   }
@@ -348,7 +342,7 @@ struct Group : Threads {
   // far ahead, in registers that sums are spilled for.
   __device__ __forceinline__ Group anew() const {
     Group group = *this;
-    asm volatile("" : "+r"(group.thread));
+    forget(group.thread);
     return group;
   }
 
@@ -376,7 +370,7 @@ struct Group : Threads {
     constexpr int kStepA = A_TURNED ? kAcross : kAlong, kStepB = B_TURNED ? kAcross : kAlong;
     ring.wait_full();
     const uint64_t a = operand(ring.here()), b = operand(ring.here() + kTileBytes);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    products_fence();
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const bool keep = !(FIRST && part == 0);
@@ -389,7 +383,7 @@ struct Group : Threads {
         multiply<A_TURNED, B_TURNED>(bottom, a + (kBoxBytes >> 4) + kStepA * part, b + kStepB * part, keep);
       }
     }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    products_commit();
   }
 
   // Goes on to some step; `previous` is the slot that the products before still read.
@@ -433,7 +427,7 @@ struct Group : Threads {
   }
 
   __device__ __forceinline__ void stage() const {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    show_copy_engine();
     staging.give_staged();
   }
 
@@ -468,7 +462,7 @@ struct Group : Threads {
 #pragma unroll
     for (int line = 0; line < 128; line += 32)
       if (ground.has(row, col + line))
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(ground.four_at(row, col + line)) : "memory");
+        bring_near(ground.four_at(row, col + line));
   }
   // Takes the steps of a box of directions that is staged as its parameters are stored, which begin at `row` and `col`:
   // four numbers a thread at a time. All are asked for before the first is used.
@@ -542,7 +536,7 @@ struct Group : Threads {
     for (int i = 0; i < count; ++i, added.next()) added.wait_full();
   }
   __device__ __forceinline__ void release_read(int slot) const {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // it has been read, and may be overwritten
+    show_copy_engine();  // it has been read, and may be overwritten
     sync();
     release(slot);
   }
@@ -654,7 +648,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       barrier_init(mail.full + 8 * i, 1);
       barrier_init(mail.empty + 8 * i, kReaders);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\nst.shared.s32 [%0], 0;" ::"r"(progress) : "memory");
+    barriers_ready();
+    begin_to_count(progress);
     const Product& product = program.products[0];
     fetch(program.maps[product.a]), fetch(program.maps[product.b]), fetch(program.maps[product.d]);
   }
@@ -663,7 +658,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   cluster_sync();
   const int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    registers_give<40>();
     const int warp = uniform(threadIdx.x >> 5);
     // Tables and maps were there before. What else is read or written comes after, also by the groups: an item has to be
     // sent to them first.
@@ -676,7 +671,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       store_items({staging + (warp - 2) * 2 * kBoxBytes, warp - 2}, mail, program, written);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    registers_take<232>();
     Group group;
     group.ring = ring;
     group.number = role - 1;

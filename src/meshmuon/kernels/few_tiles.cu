@@ -99,7 +99,7 @@ template <int ROWS, int COLS> struct Tiles {
     template <bool WHOLE, bool FIRST> __device__ __forceinline__ void start(float (&sums)[64], const Task& task) const {
       ring.wait_full();
       const uint64_t a = operand(ring.here() + task.a(number)), b = operand(ring.here() + task.b(number));
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      products_fence();
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const bool keep = !(FIRST && part == 0);
@@ -109,7 +109,7 @@ template <int ROWS, int COLS> struct Tiles {
           multiply_left<false, false>(sums, a + 2 * part, b + 2 * part, keep);
         }
       }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      products_commit();
     }
     template <bool WHOLE> __device__ __forceinline__ void accumulate(float (&sums)[64], const Task& task) {
       start<WHOLE, true>(sums, task);
@@ -178,7 +178,7 @@ template <int ROWS, int COLS> struct Tiles {
       threads_sync(1 + kGroups, 128 * task.groups());  // nobody needs the ring any more
       put_box<0>(out[0], task);
       if constexpr (COLS > 1) put_box<1>(out[0], task);
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      show_copy_engine();
       sync();
       if (thread == 0) store_boxes(task);
     }
@@ -195,7 +195,7 @@ template <int ROWS, int COLS> struct Tiles {
         barrier_init(ring.full + 8 * i, 1);
         barrier_init(ring.empty + 8 * i, task.groups());
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      barriers_ready();
       fetch(few.a), fetch(few.b), fetch(few.d);
     }
     let_next_kernel_begin();

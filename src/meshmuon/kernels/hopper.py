@@ -1,6 +1,6 @@
 """The kernels for Hopper that are written in CUDA C++: where they run, and how they come there.
 
-NVRTC compiles them on first use, hopper.cuh before each of them, in a thread of its own.
+NVRTC compiles them on first use, what they share before each of them, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from meshmuon.kernels.cuda import compile_once
 
 Source = Literal["clusters.cu", "few_tiles.cu"]
 Kernel = TypeVar("Kernel")
+SHARED = ("instructions.cuh", "hopper.cuh")  # by all of them, in this order
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -68,7 +69,7 @@ def machine_code(source: Source, dtype: torch.dtype) -> Future[bytes]:
 
 def _compile(source: Source, element: str) -> bytes:
     folder = resources.files("meshmuon.kernels")
-    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cuh", source))
+    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in (*SHARED, source))
     return compile_once(text, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
 
 

@@ -217,7 +217,7 @@ def test_a_kernel_may_begin_while_the_one_before_still_runs():
     assert (list(config.sides), config.shared_bytes, config.stream) == ([132, 1, 1, 384, 1, 1], 1000, 77)
     assert config.attribute_count == 1
     assert (config.attributes[0].id, config.attributes[0].value[0]) == (6, 1)
-    role = source().split("setmaxnreg.dec")[1].split("setmaxnreg.inc")[0]
+    role = source().split("registers_give<40>")[1].split("registers_take<232>")[0]
     for touches in ("load_items(", "scout("):
         assert role.index("if (warp < 2) wait_for_kernel_before();") < role.index(touches)
 

@@ -135,8 +135,9 @@ def test_what_both_kernels_share_is_compiled_before_each_for_a_dtype(file, dtype
     folder = resources.files("meshmuon.kernels")
     with nothing_compiled_yet(), mock.patch.object(hopper, "compile_once", return_value=b"code") as compiled:
         assert hopper.machine_code(file, dtype).result(60) == b"code"
-    shared, own = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cuh", file))
-    compiled.assert_called_once_with(shared + own, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
+    names = ("instructions.cuh", "hopper.cuh", file)
+    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+    compiled.assert_called_once_with(text, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
 
 
 def test_that_there_is_no_thread_to_compile_in_is_told_when_the_kernel_is_wanted():
