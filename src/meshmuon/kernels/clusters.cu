@@ -375,12 +375,12 @@ struct Group : Threads {
     for (int part = 0; part < 4; ++part) {
       const bool keep = !(FIRST && part == 0);
       if constexpr (SUMS == kOnDiagonal) {
-        multiply_left<A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
+        multiply<64, A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
       } else {
-        multiply<A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
+        multiply<128, A_TURNED, B_TURNED>(top, a + kStepA * part, b + kStepB * part, keep);
       }
       if constexpr (SUMS != kUpper) {
-        multiply<A_TURNED, B_TURNED>(bottom, a + (kBoxBytes >> 4) + kStepA * part, b + kStepB * part, keep);
+        multiply<128, A_TURNED, B_TURNED>(bottom, a + (kBoxBytes >> 4) + kStepA * part, b + kStepB * part, keep);
       }
     }
     products_commit();

@@ -24,7 +24,7 @@ _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _LANGUAGE = "--std=c++17"
 _DIGEST_BYTES = 32
-_SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
+_SWIZZLES, _PROMOTE_128_BYTES = {64: 2, 128: 3}, 2  # by bytes in a row of a box: CU_TENSOR_MAP_SWIZZLE_*
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 
@@ -242,18 +242,20 @@ class Launch:
         _succeed(code, "launch")
 
 
-def describe_stack(x: Tensor, address: int) -> None:
-    """Describe a (batch, rows, columns) stack of 16-bit numbers to the copy engine, which takes boxes of 64 by 64.
+def describe_stack(x: Tensor, address: int, *, box: tuple[int, int] = (64, 64)) -> None:
+    """Describe a (batch, rows, columns) stack of 16-bit numbers to the copy engine, which takes it box by box.
 
     Args:
         x: The stack: columns side by side, everything else 16-byte aligned. It is known by its address.
         address: Where the description goes: `MAP_BYTES` in the memory of this machine, aligned to `MAP_ALIGNMENT`.
+        box: Rows and columns of a box, 64 or 32 of the latter: they lie in shared memory row behind row, swizzled.
     """
+    rows, columns = box
     size = x.element_size()
     sides = (ctypes.c_uint64 * 3)(*reversed(x.shape))
     strides = (ctypes.c_uint64 * 2)(x.stride(1) * size, x.stride(0) * size)
-    box, ones = (ctypes.c_uint32 * 3)(64, 64, 1), (ctypes.c_uint32 * 3)(1, 1, 1)  # 128 bytes in a row, swizzled
-    where = (ctypes.c_void_p(x.data_ptr()), sides, strides, box, ones)
-    how = (0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0)
+    taken, ones = (ctypes.c_uint32 * 3)(columns, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
+    where = (ctypes.c_void_p(x.data_ptr()), sides, strides, taken, ones)
+    how = (0, _SWIZZLES[columns * size], _PROMOTE_128_BYTES, 0)
     code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(address), _ELEMENTS[x.dtype], 3, *where, *how)
     _succeed(code, "tensor map")

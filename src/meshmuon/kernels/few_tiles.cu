@@ -6,8 +6,15 @@
 // row of boxes, and one more warp loads, as far ahead as there is room. The result leaves from the memory of the ring,
 // which is not needed any more then.
 //
-// Where B is A, two boxes on the diagonal need what one box elsewhere does: its two operands. So one thread block can take
+// A step takes as long as its operands need to get into a multiprocessor, 64 bytes a cycle. So while there are enough of
+// those, a box is done by two of them: each takes half of its columns, and three quarters of its operands. A box on the
+// diagonal stays whole where B is A, since it takes in a half already.
+//
+// There, too, two boxes on the diagonal need what one box elsewhere does: its two operands. So one thread block can take
 // both, a group for each, where there are more boxes than multiprocessors.
+//
+// Of tiles of one box two thread blocks find room on a multiprocessor: those of the next kernel get ready beside those of
+// this one, and have only to wait for what it writes.
 //
 // A sum is the same whichever kernel makes it: 64 numbers of k at a time, in four instructions of 16.
 //
@@ -15,21 +22,27 @@
 
 constexpr int kMostBlocks = 144;
 
-// What a thread block does: where its tile begins, in boxes; or the two boxes (row, row) and (col, col).
+// What a thread block does: where its tile begins, in boxes, and how much of it is there. A pair are the boxes (row, row)
+// and (col, col).
+enum Part : unsigned char { kWhole, kPair, kLeft, kRight };
 struct Block {
-  unsigned char row, col, paired;
+  unsigned char row, col;
+  Part part;
 };
 struct Few {
   TensorMap a, b, c, d;
+  TensorMap upright, flat;  // D in boxes of 64x32 and of 32x64, where boxes are halved; of B, too, they are 32x64 then
   Terms terms;
   int rows, steps, blocks;  // of D; of the inner dimension, 64 numbers each; for one matrix
   int same, added;          // whether B is A; whether there is C
   Block block[kMostBlocks];
 };
 
-template <int ROWS, int COLS> struct Tiles {
-  static constexpr int kGroups = ROWS * COLS == 1 ? 2 : ROWS;
-  static constexpr int kSlots = 28 / (ROWS + COLS);
+template <int ROWS, int COLS, bool HALVES> struct Tiles {
+  static constexpr bool kSmall = ROWS * COLS == 1;
+  static constexpr int kGroups = kSmall && !HALVES ? 2 : ROWS;
+  static constexpr int kTogether = kSmall ? 2 : 1;  // on a multiprocessor
+  static constexpr int kSlots = 28 / kTogether / (ROWS + COLS);
   static constexpr uint32_t kSlotBytes = (ROWS + COLS) * kBoxBytes;  // of A and of B, or less of C
   typedef RingOf<kSlots, kSlotBytes> Ring;
 
@@ -42,18 +55,24 @@ template <int ROWS, int COLS> struct Tiles {
     __device__ __forceinline__ bool once() const {
       return few.same && ROWS == COLS && block.row == block.col;
     }
+    __device__ __forceinline__ bool paired() const { return kSmall && !HALVES && block.part == kPair; }
+    __device__ __forceinline__ bool half() const { return HALVES && block.part != kWhole; }
+    __device__ __forceinline__ int right() const { return block.part == kRight; }
     // The first box of a group, and where its operands are in a slot.
     __device__ __forceinline__ int row(int group) const {
-      return block.paired ? (group ? block.col : block.row) : block.row + group;
+      return paired() ? (group ? block.col : block.row) : block.row + group;
     }
-    __device__ __forceinline__ int col(int group) const { return block.paired ? row(group) : block.col; }
+    __device__ __forceinline__ int col(int group) const { return paired() ? row(group) : block.col; }
     __device__ __forceinline__ uint32_t a(int group) const { return group * kBoxBytes; }
     __device__ __forceinline__ uint32_t b(int group) const {
-      return block.paired ? group * kBoxBytes : once() ? 0 : ROWS * kBoxBytes;
+      return paired() ? group * kBoxBytes : once() ? 0 : ROWS * kBoxBytes;
+    }
+    __device__ __forceinline__ uint32_t bytes() const {
+      return ROWS * kBoxBytes + (once() ? 0 : half() ? kBoxBytes / 2 : COLS * kBoxBytes);
     }
     // Whether a group has something to do: above the diagonal and outside there is nothing.
     __device__ __forceinline__ bool has(int group, int side = 0) const {
-      const bool inside = block.paired || (group < ROWS && 64 * row(group) < few.rows);
+      const bool inside = paired() || (group < ROWS && 64 * row(group) < few.rows);
       return inside && col(group) + side <= row(group);
     }
     __device__ __forceinline__ int groups() const {
@@ -65,18 +84,22 @@ template <int ROWS, int COLS> struct Tiles {
 
   __device__ __forceinline__ static void load_all(Ring ring, const Task& task) {
     const Few& few = task.few;
-    wait_for_kernel_before();
     for (int step = 0; step < few.steps; ++step, ring.next()) {
       const uint32_t barrier = ring.full_here(), to = ring.here();
       ring.wait_empty();
-      barrier_expect(barrier, task.once() ? ROWS * kBoxBytes : kSlotBytes);
+      barrier_expect(barrier, task.bytes());
+      if (step == 0) wait_for_kernel_before();  // as late as can be: everything else is ready
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
         load(to + i * kBoxBytes, few.a, barrier, 64 * step, 64 * (task.block.row + i), task.matrix);
       if (task.once()) continue;
+      if constexpr (HALVES) {
+        load_halves(to + kBoxBytes, barrier, step, task);
+      } else {
 #pragma unroll
-      for (int i = 0; i < COLS; ++i)
-        load(to + (ROWS + i) * kBoxBytes, few.b, barrier, 64 * step, 64 * (task.block.col + i), task.matrix);
+        for (int i = 0; i < COLS; ++i)
+          load(to + (ROWS + i) * kBoxBytes, few.b, barrier, 64 * step, 64 * (task.block.col + i), task.matrix);
+      }
     }
     if (!few.added) return;
     ring.wait_empty();
@@ -85,6 +108,12 @@ template <int ROWS, int COLS> struct Tiles {
     for (int i = 0; i < kGroups * COLS; ++i)
       load(ring.here() + i * kBoxBytes, few.c, ring.full_here(), 64 * (task.col(i / COLS) + i % COLS),
            64 * task.row(i / COLS), task.matrix);
+  }
+
+  __device__ __forceinline__ static void load_halves(uint32_t to, uint32_t barrier, int step, const Task& task) {
+    const int col = 64 * task.block.col + 32 * task.right();
+    load(to, task.few.b, barrier, 64 * step, col, task.matrix);
+    if (!task.half()) load(to + kBoxBytes / 2, task.few.b, barrier, 64 * step, col + 32, task.matrix);
   }
 
   // 128 threads, and the boxes that are theirs.
@@ -96,28 +125,24 @@ template <int ROWS, int COLS> struct Tiles {
       if (thread == 0) barrier_arrive(ring.empty + 8 * slot);
     }
 
-    template <bool WHOLE, bool FIRST> __device__ __forceinline__ void start(float (&sums)[64], const Task& task) const {
+    template <int COLUMNS, bool FIRST> __device__ __forceinline__ void start(float (&sums)[64], const Task& task) const {
       ring.wait_full();
       const uint64_t a = operand(ring.here() + task.a(number)), b = operand(ring.here() + task.b(number));
       products_fence();
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const bool keep = !(FIRST && part == 0);
-        if constexpr (WHOLE) {
-          multiply<false, false>(sums, a + 2 * part, b + 2 * part, keep);
-        } else {
-          multiply_left<false, false>(sums, a + 2 * part, b + 2 * part, keep);
-        }
+        multiply<COLUMNS, false, false>(sums, a + 2 * part, b + 2 * part, keep);
       }
       products_commit();
     }
-    template <bool WHOLE> __device__ __forceinline__ void accumulate(float (&sums)[64], const Task& task) {
-      start<WHOLE, true>(sums, task);
+    template <int COLUMNS> __device__ __forceinline__ void accumulate(float (&sums)[64], const Task& task) {
+      start<COLUMNS, true>(sums, task);
       int previous = ring.slot;
       ring.next();
 #pragma unroll 1
       for (int step = 1; step < task.few.steps; ++step) {
-        start<WHOLE, false>(sums, task);
+        start<COLUMNS, false>(sums, task);
         products_wait<1>();
         release(previous);
         previous = ring.slot;
@@ -162,13 +187,9 @@ template <int ROWS, int COLS> struct Tiles {
       stores_read();  // shared memory has to be there until then
     }
 
-    __device__ __forceinline__ void compute(const Task& task) {
+    __device__ __forceinline__ void compute_boxes(const Task& task) {
       float sums[64];
-      if (COLS > 1 && task.has(number, COLS - 1)) {
-        accumulate<true>(sums, task);
-      } else {
-        accumulate<false>(sums, task);
-      }
+      accumulate<64 * COLS>(sums, task);
       Rounded out[1];
       if (task.few.added) {
         round_boxes<1>(sums, out, task);
@@ -181,6 +202,53 @@ template <int ROWS, int COLS> struct Tiles {
       show_copy_engine();
       sync();
       if (thread == 0) store_boxes(task);
+    }
+
+    // Half a box in rows of 64 bytes, swizzled as the copy engine does those, and its mirror image in 32 rows of 128 bytes.
+    __device__ __forceinline__ void put_half(const Rounded& out) const {
+      const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
+      const int row = 16 * warp + 8 * (block & 1) + (lane & 7);
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const int quarter = j + (block >> 1);
+        put_blocks(staged(0) + row * 64 + ((quarter ^ ((row >> 1) & 3)) << 4), out + 2 * j);
+        put_blocks_transposed(staged(0) + kBoxBytes + mirror_place(j), out + 2 * j);
+      }
+    }
+    __device__ __forceinline__ void store_half(const Task& task) const {
+      const int row = 64 * task.row(0), col = 64 * task.col(0) + 32 * task.right();
+      store(task.few.upright, staged(0), col, row, task.matrix);
+      store(task.few.flat, staged(0) + kBoxBytes, row, col, task.matrix);
+      stores_commit();
+      stores_read();
+    }
+    template <int ADDED>
+    __device__ __forceinline__ void round_half(float (&sums)[64], Rounded (&out)[1], const Task& task) const {
+      const Terms terms[1] = {task.few.terms};
+      if constexpr (ADDED > 0) ring.wait_full();
+      const uint32_t slots[2] = {ring.here(), 0};  // all of a box of C
+      round<0, 1, ADDED, 8>(sums, out, terms, slots, 64, 0, 4 * task.right());  // wherever it is, off the diagonal
+    }
+    __device__ __forceinline__ void compute_half(const Task& task) {
+      float sums[64];
+      accumulate<32>(sums, task);
+      Rounded out[1];
+      if (task.few.added) {
+        round_half<1>(sums, out, task);
+      } else {
+        round_half<0>(sums, out, task);
+      }
+      sync();  // nobody needs the ring any more
+      put_half(out[0]);
+      show_copy_engine();
+      sync();
+      if (thread == 0) store_half(task);
+    }
+    __device__ __forceinline__ void compute(const Task& task) {
+      if constexpr (HALVES) {
+        if (task.half()) return compute_half(task);
+      }
+      compute_boxes(task);
     }
   };
 
@@ -197,12 +265,13 @@ template <int ROWS, int COLS> struct Tiles {
       }
       barriers_ready();
       fetch(few.a), fetch(few.b), fetch(few.d);
+      if (HALVES) fetch(few.upright), fetch(few.flat);
     }
     let_next_kernel_begin();
     __syncthreads();
     const int role = uniform(threadIdx.x >> 7);
     if (threadIdx.x + 32 >= blockDim.x) {
-      if (leads()) load_all(ring, task);
+      if (elected()) load_all(ring, task);
     } else if (task.has(role)) {
       Group group;
       group.thread = threadIdx.x & 127;
@@ -214,13 +283,14 @@ template <int ROWS, int COLS> struct Tiles {
   }
 };
 
-#define KERNEL(ROWS, COLS) \
-  extern "C" __global__ void __launch_bounds__(128 * Tiles<ROWS, COLS>::kGroups + 32, 1) \
-      few_##ROWS##x##COLS(const __grid_constant__ Few few) { \
+#define KERNEL(NAME, ...) \
+  extern "C" __global__ void __launch_bounds__(128 * Tiles<__VA_ARGS__>::kGroups + 32, Tiles<__VA_ARGS__>::kTogether) \
+      NAME(const __grid_constant__ Few few) { \
     extern __shared__ __align__(1024) unsigned char memory[]; \
-    Tiles<ROWS, COLS>::run(few, (uint32_t)__cvta_generic_to_shared(memory)); \
+    Tiles<__VA_ARGS__>::run(few, (uint32_t)__cvta_generic_to_shared(memory)); \
   }
-KERNEL(1, 1)
-KERNEL(2, 1)
-KERNEL(3, 1)
-KERNEL(2, 2)
+KERNEL(few_halves, 1, 1, true)
+KERNEL(few_1x1, 1, 1, false)
+KERNEL(few_2x1, 2, 1, false)
+KERNEL(few_3x1, 3, 1, false)
+KERNEL(few_2x2, 2, 2, false)

@@ -6,6 +6,7 @@ The same bits as by Triton's kernel, which stands in wherever this one cannot ru
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 from typing import NamedTuple
 
@@ -18,37 +19,53 @@ from meshmuon.kernels.hopper import load_kernel, why_impossible
 
 BOX = 64  # side of what a tile consists of
 _BOX_BYTES = BOX * BOX * 2
-_BOXES = 28  # in shared memory
+_BOXES = 28  # in a multiprocessor's shared memory
 MOST_BLOCKS = 144  # as in few_tiles.cu
 
 
 class Cut(NamedTuple):
-    """How large tiles are, in boxes."""
+    """How large tiles are, in boxes; or, of one box, half of its columns where it is not on the diagonal."""
 
     rows: int
     cols: int
+    halves: bool = False
 
     @property
     def kernel(self) -> str:
         """The kernel's name."""
-        return f"few_{self.rows}x{self.cols}"
+        return "few_halves" if self.halves else f"few_{self.rows}x{self.cols}"
+
+    @property
+    def together(self) -> int:
+        """How many thread blocks find room on a multiprocessor: with two, those of the next launch get ready there."""
+        return 2 if self.rows * self.cols == 1 else 1
 
     @property
     def shared_bytes(self) -> int:
         """As many slots of operands as there is room for, with two barriers each."""
-        return _BOXES // (self.rows + self.cols) * ((self.rows + self.cols) * _BOX_BYTES + 2 * 8)
+        boxes = self.rows + self.cols
+        return _BOXES // self.together // boxes * (boxes * _BOX_BYTES + 2 * 8)
 
 
 # The smaller, the more multiprocessors work on one product, and the less has to arrive before one can be done.
-CUTS = (Cut(1, 1), Cut(2, 1), Cut(3, 1), Cut(2, 2))
+CUTS = (Cut(1, 1, halves=True), Cut(1, 1), Cut(2, 1), Cut(3, 1), Cut(2, 2))
+
+
+class Part(enum.IntEnum):
+    """How much of its tile a thread block computes. A pair are the boxes (row, row) and (col, col)."""
+
+    WHOLE = 0
+    PAIR = 1
+    LEFT = 2
+    RIGHT = 3
 
 
 class Block(NamedTuple):
-    """What a thread block does: where its tile begins, in boxes; or, paired, the boxes (row, row) and (col, col)."""
+    """What a thread block does: where its tile begins, in boxes, and how much of it is there."""
 
     row: int
     col: int
-    paired: bool = False
+    part: Part = Part.WHOLE
 
 
 def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | None:
@@ -68,12 +85,19 @@ def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | Non
         return None  # slower than larger tiles, measured
     rows = range(0, boxes, cut.rows)
     tiles = [Block(row, col) for row in rows for col in range(0, min(row + cut.rows, boxes), cut.cols)]
+    if cut.halves:
+        tiles = [Block(*tile[:2], part) for tile in tiles for part in _parts(tile)]
     pairs = max(0, len(tiles) - most)
-    pairable = boxes // 2 if same and cut.rows == cut.cols == 1 else 0
+    pairable = boxes // 2 if same and cut == Cut(1, 1) else 0
     if pairs > pairable:
         return None
-    paired = [Block(2 * i, 2 * i + 1, paired=True) for i in range(pairs)]
+    paired = [Block(2 * i, 2 * i + 1, Part.PAIR) for i in range(pairs)]
     return paired + [tile for tile in tiles if tile.row != tile.col or tile.row >= 2 * pairs]
+
+
+def _parts(box: Block) -> tuple[Part, ...]:
+    """A box on the diagonal stays whole: it takes in but one operand."""
+    return (Part.WHOLE,) if box.row == box.col else (Part.LEFT, Part.RIGHT)
 
 
 def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> tuple[Cut, list[Block]] | None:
@@ -140,7 +164,7 @@ class _Few(ctypes.Structure):
     """The arguments, as few_tiles.cu knows them."""
 
     _fields_ = (
-        ("maps", ctypes.c_ubyte * (4 * MAP_BYTES)),
+        ("maps", ctypes.c_ubyte * (6 * MAP_BYTES)),
         ("terms", ctypes.c_float * 4),
         *((name, ctypes.c_int) for name in ("rows", "steps", "blocks", "same", "added")),
         ("block", ctypes.c_ubyte * (3 * MOST_BLOCKS)),
@@ -166,16 +190,23 @@ class FewLaunch:
         self._device = a.device
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Few) + MAP_ALIGNMENT)
         self._few = _Few.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
-        for i, stack in enumerate((a, a if b is None else b, d if c is None else c, d)):  # d: not touched
-            describe_stack(stack, ctypes.addressof(self._few) + i * MAP_BYTES)
+        self._describe(a, a if b is None else b, d if c is None else c, d, halves=cut.halves)  # d for c: not touched
         self._few.rows, self._few.steps, self._few.blocks = m, -(-k // BOX), len(blocks)
         self._few.same, self._few.added = b is None, c is not None
         listed = bytes(number for block in blocks for number in block)
         self._few.block[: len(listed)] = listed
         # A group for each row of boxes, or for each of two on the diagonal; and a warp that loads.
-        groups = max(cut.rows, *(1 + block.paired for block in blocks))
+        groups = max(cut.rows, *(1 + (block.part is Part.PAIR) for block in blocks))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._few))
         self._launch: Launch = kernels[cut].bind(batch * len(blocks), 128 * groups + 32, arguments)
+
+    def _describe(self, *stacks: Tensor, halves: bool) -> None:
+        whole, flat, upright = (BOX, BOX), (BOX // 2, BOX), (BOX, BOX // 2)
+        d = stacks[-1]
+        boxes = [whole, flat if halves else whole, whole, whole]
+        described = [*zip(stacks, boxes, strict=True), *([(d, upright), (d, flat)] if halves else [])]
+        for i, (stack, box) in enumerate(described):
+            describe_stack(stack, ctypes.addressof(self._few) + i * MAP_BYTES, box=box)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it on the current stream.

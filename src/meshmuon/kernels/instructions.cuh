@@ -8,6 +8,18 @@ typedef unsigned long long uint64_t;
 struct alignas(64) TensorMap { char opaque[128]; };
 
 __device__ __forceinline__ bool leads() { return (threadIdx.x & 31) == 0; }
+// The same for a whole warp that comes here together, in words that tell the compiler that it is one thread: what needs
+// numbers that a warp shares, as the copy engine does, is no loop over threads then.
+__device__ __forceinline__ bool elected() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n" : "=r"(chosen));
+  return chosen;
+}
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }  // tells the compiler so
 
 __device__ __forceinline__ uint32_t rank_in_cluster() {
@@ -150,35 +162,33 @@ __device__ __forceinline__ void settle(float (&t)[64]) {
 
 #define SUMS_4(i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
-#define NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-// 64x128 sums, 16 numbers of k; `keep` adds to what is there. Rows of an operand run along k, or (turned) across it.
-template <bool A_TURNED, bool B_TURNED>
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// 64 x COLUMNS sums, 16 numbers of k; `keep` adds to what is there. Rows of an operand run along k, or (turned) across it.
+#define PRODUCTS(columns, sums, a, b, keep, a_turned, b_turned) \
+  "{\n" \
+  ".reg .pred p;\n" \
+  "setp.ne.b32 p, " keep ", 0;\n" \
+  "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." ELEMENT "." ELEMENT " {" sums "}, " a ", " b ", p, 1, 1, " \
+      a_turned ", " b_turned ";\n" \
+  "}\n"
+template <int COLUMNS, bool A_TURNED, bool B_TURNED>
 __device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " "
-      "{" NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, %67, %68;\n"
-      "}\n"
-      : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48)
-      : "l"(a), "l"(b), "r"((int)keep), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));
-}
-// The left half of them alone.
-template <bool A_TURNED, bool B_TURNED>
-__device__ __forceinline__ void multiply_left(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" NAMES_32 "}, %32, %33, p, 1, 1, %35, %36;\n"
-      "}\n"
-      : SUMS_16(0), SUMS_16(16)
-      : "l"(a), "l"(b), "r"((int)keep), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));
+  static_assert(COLUMNS == 32 || COLUMNS == 64 || COLUMNS == 128);
+  constexpr int kA = A_TURNED ? 1 : 0, kB = B_TURNED ? 1 : 0;
+  if constexpr (COLUMNS == 32) {
+    asm volatile(PRODUCTS("32", NAMES_16, "%16", "%17", "%18", "%19", "%20")
+                 : SUMS_16(0) : "l"(a), "l"(b), "r"((int)keep), "n"(kA), "n"(kB));
+  } else if constexpr (COLUMNS == 64) {
+    asm volatile(PRODUCTS("64", NAMES_32, "%32", "%33", "%34", "%35", "%36")
+                 : SUMS_16(0), SUMS_16(16) : "l"(a), "l"(b), "r"((int)keep), "n"(kA), "n"(kB));
+  } else {
+    asm volatile(PRODUCTS("128", NAMES_64, "%64", "%65", "%66", "%67", "%68")
+                 : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48) : "l"(a), "l"(b), "r"((int)keep), "n"(kA), "n"(kB));
+  }
 }
 
 __device__ __forceinline__ uint32_t rounded(float low, float high) {
