@@ -172,6 +172,15 @@ class _Few(ctypes.Structure):
     )
 
 
+def _with_boxes(stacks: tuple[Tensor, ...], cut: Cut) -> list[tuple[Tensor, tuple[int, int]]]:
+    """What the copy engine takes boxes of, in the order of few_tiles.cu, and how many rows and columns these have."""
+    a, b, c, d = stacks
+    whole, flat, upright = (BOX, BOX), (BOX // 2, BOX), (BOX, BOX // 2)
+    if cut.halves:
+        return [(a, whole), (b, flat), (c, whole), (d, whole), (d, upright), (d, flat)]
+    return [(stack, whole) for stack in stacks]
+
+
 class FewLaunch:
     """A launch bound to its memory by address: it keeps no tensor alive.
 
@@ -190,7 +199,9 @@ class FewLaunch:
         self._device = a.device
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Few) + MAP_ALIGNMENT)
         self._few = _Few.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
-        self._describe(a, a if b is None else b, d if c is None else c, d, halves=cut.halves)  # d for c: not touched
+        stacks = (a, a if b is None else b, d if c is None else c, d)  # d for c: not touched
+        for i, (stack, box) in enumerate(_with_boxes(stacks, cut)):
+            describe_stack(stack, ctypes.addressof(self._few) + i * MAP_BYTES, box=box)
         self._few.rows, self._few.steps, self._few.blocks = m, -(-k // BOX), len(blocks)
         self._few.same, self._few.added = b is None, c is not None
         listed = bytes(number for block in blocks for number in block)
@@ -199,14 +210,6 @@ class FewLaunch:
         groups = max(cut.rows, *(1 + (block.part is Part.PAIR) for block in blocks))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._few))
         self._launch: Launch = kernels[cut].bind(batch * len(blocks), 128 * groups + 32, arguments)
-
-    def _describe(self, *stacks: Tensor, halves: bool) -> None:
-        whole, flat, upright = (BOX, BOX), (BOX // 2, BOX), (BOX, BOX // 2)
-        d = stacks[-1]
-        boxes = [whole, flat if halves else whole, whole, whole]
-        described = [*zip(stacks, boxes, strict=True), *([(d, upright), (d, flat)] if halves else [])]
-        for i, (stack, box) in enumerate(described):
-            describe_stack(stack, ctypes.addressof(self._few) + i * MAP_BYTES, box=box)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it on the current stream.
