@@ -11,7 +11,7 @@ from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.program import write_program
 from meshmuon.polar.ways import Way
 from tests.emulator.by_torch import Exact
-from tests.emulator.gpu import Gpu, emulated
+from tests.emulator.gpu import Gpu, emulated, text_of
 
 DTYPES = [torch.float16, torch.bfloat16]
 # One tile and many, sides that end in a part of a box, odd numbers of tiles, more steps than slots; with three clusters
@@ -48,20 +48,20 @@ def copied(stacks):
     return [copies[id(stack)] for stack in stacks]
 
 
-def by_gpu(products, stacks, gpu):
+def by_gpu(products, stacks, gpu, texts=None):
     written = clusters.counters(stacks[0]) if len(products) > 1 else None  # a launch knows it by its address
-    with emulated(gpu):
+    with emulated(gpu, texts=texts):
         clusters.ClusterLaunch(products, stacks, written)()
 
 
-def assert_exact(products, stacks, *, seeds=2, **how):
+def assert_exact(products, stacks, *, seeds=2, texts=None, **how):
     """Whatever comes when, all stacks end with the bits of by_torch.py, also where nothing is to be written."""
     expected = copied(stacks)
     Exact(products, expected)()
     assert any(not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(expected, stacks, strict=True))
     for seed in range(seeds):
         found = copied(stacks)
-        by_gpu(products, found, Gpu(seed=seed, **how))
+        by_gpu(products, found, Gpu(seed=seed, **how), texts)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x.isnan(), y.isnan())
             assert torch.equal(x.nan_to_num(), y.nan_to_num())
@@ -73,6 +73,16 @@ def assert_exact(products, stacks, *, seeds=2, **how):
 def test_a_product_with_itself(shape, dtype, pairs):
     a, d = random(*shape, dtype=dtype), nothing(shape[0], shape[1], shape[1], dtype=dtype)
     assert_exact([Product(0, 0, None, 1, True, alpha=0.7, gamma=0.5)], [a, d], clusters=pairs)
+
+
+@pytest.mark.parametrize("shape", [(1, 264, 64), (1, 392, 136)], ids=str)
+def test_half_tiles_as_older_compilers_have_them(shape):
+    """All sums of a tile are added to, whatever is where the lower half's operand would be."""
+    text = text_of("clusters.cu")
+    assert text.count("kShortSteps = true;") == 1
+    older = {"clusters.cu": text.replace("kShortSteps = true;", "kShortSteps = false;")}
+    a, d = random(*shape), nothing(shape[0], shape[1], shape[1])
+    assert_exact([Product(0, 0, None, 1, True, gamma=0.5)], [a, d], clusters=3, texts=older)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -329,6 +329,14 @@ __device__ __forceinline__ void store_items(Staging staging, Mail mail, const Pr
 
 // ---- a group of 128 threads that multiplies
 
+// Whether steps of half a tile leave the other half out. Compilers before CUDA 12.8 cannot cope with one more kind of steps:
+// they would have every product wait for the one before, in all of the kernel (C7511).
+#if defined(__CUDACC_VER_MAJOR__) && 100 * __CUDACC_VER_MAJOR__ + __CUDACC_VER_MINOR__ < 1208
+constexpr bool kShortSteps = false;
+#else
+constexpr bool kShortSteps = true;
+#endif
+
 // Which sums of a tile a step adds to: all; on the diagonal, all but the right half of the upper ones, which is above it;
 // of half a tile, wherever it is, the upper ones.
 enum Sums { kAll, kOnDiagonal, kUpper };
@@ -415,7 +423,7 @@ struct Group : Threads {
     }
     int step = 1, previous = ring.slot;
     ring.next();
-    if (SUMS == kAll && item.is_short()) go_on<kUpper, false, false>(top, bottom, step, steps, previous);
+    if (kShortSteps && SUMS == kAll && item.is_short()) go_on<kUpper, false, false>(top, bottom, step, steps, previous);
     go_on<SUMS, false, false>(top, bottom, step, min(a_turns, b_turns), previous);
     if (SUMS == kAll && a_turns < b_turns) {
       go_on<SUMS, true, false>(top, bottom, step, b_turns, previous);

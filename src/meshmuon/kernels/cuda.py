@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,26 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _LANGUAGE = "--std=c++17"
+_SERIALIZED = "instructions are serialized"  # every product on the tensor cores waits for the one before
 _DIGEST_BYTES = 32
 _SWIZZLES, _PROMOTE_128_BYTES = {64: 2, 128: 3}, 2  # by bytes in a row of a box: CU_TENSOR_MAP_SWIZZLE_*
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 
 
-def compile_source(source: str, *, architecture: str, options: Sequence[str] = ()) -> bytes:
+class MachineCode(NamedTuple):
+    """What a program was compiled to.
+
+    Attributes:
+        cubin: The code.
+        slow: Why it is slower than it could be, as the compiler says; else empty.
+    """
+
+    cubin: bytes
+    slow: str = ""
+
+
+def compile_source(source: str, *, architecture: str, options: Sequence[str] = ()) -> MachineCode:
     """Compile CUDA C++ to machine code.
 
     Args:
@@ -38,7 +51,7 @@ def compile_source(source: str, *, architecture: str, options: Sequence[str] = (
         options: More of NVRTC's.
 
     Returns:
-        The machine code (a cubin).
+        The machine code.
 
     Raises:
         OSError: If there is no NVRTC.
@@ -53,13 +66,18 @@ def compile_source(source: str, *, architecture: str, options: Sequence[str] = (
         log = _answer(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
         if code:
             raise RuntimeError(f"NVRTC error {code}: {log.rstrip(bytes(1)).decode(errors='replace').strip()}")
-        return _answer(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+        slow = [line for line in log.decode(errors="replace").splitlines() if _SERIALIZED in line]
+        return MachineCode(
+            _answer(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), "".join(slow[:1]).strip()
+        )
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def compile_once(source: str, *, architecture: str, options: Sequence[str] = ()) -> bytes:
+def compile_once(source: str, *, architecture: str, options: Sequence[str] = ()) -> MachineCode:
     """Compile to machine code, or find what another process compiled: it is kept where Triton keeps its own.
+
+    What is slow is not kept, so that every process hears of it.
 
     Args:
         source: As for `compile_source`.
@@ -80,11 +98,12 @@ def compile_once(source: str, *, architecture: str, options: Sequence[str] = ())
         kept = b"" if path is None else Path(path).read_bytes()
         digest, cubin = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
         if digest == hashlib.sha256(cubin).digest():  # a full disk can leave half a file
-            return cubin
-    cubin = compile_source(source, architecture=architecture, options=options)
-    with contextlib.suppress(Exception):
-        get_cache_manager(key).put(hashlib.sha256(cubin).digest() + cubin, name)
-    return cubin
+            return MachineCode(cubin)
+    code = compile_source(source, architecture=architecture, options=options)
+    if not code.slow:
+        with contextlib.suppress(Exception):
+            get_cache_manager(key).put(hashlib.sha256(code.cubin).digest() + code.cubin, name)
+    return code
 
 
 def _answer(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:

@@ -15,7 +15,7 @@ import torch
 
 from meshmuon.errors import message, warn_user
 from meshmuon.kernels.availability import is_interpreted
-from meshmuon.kernels.cuda import compile_once
+from meshmuon.kernels.cuda import MachineCode, compile_once
 
 Source = Literal["clusters.cu", "few_tiles.cu"]
 Kernel = TypeVar("Kernel")
@@ -46,7 +46,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
-def machine_code(source: Source, dtype: torch.dtype) -> Future[bytes]:
+def machine_code(source: Source, dtype: torch.dtype) -> Future[MachineCode]:
     """Have a kernel compiled in the background: it takes seconds, the first time on a machine.
 
     Args:
@@ -60,21 +60,21 @@ def machine_code(source: Source, dtype: torch.dtype) -> Future[bytes]:
     try:
         return thread.submit(_compile, source, DTYPES[dtype])
     except RuntimeError as error:  # the machine has no more threads
-        failed: Future[bytes] = Future()
+        failed: Future[MachineCode] = Future()
         failed.set_exception(error)
         return failed
     finally:
         thread.shutdown(wait=False)
 
 
-def _compile(source: Source, element: str) -> bytes:
+def _compile(source: Source, element: str) -> MachineCode:
     folder = resources.files("meshmuon.kernels")
     text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in (*SHARED, source))
     return compile_once(text, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
 
 
 def load_kernel(source: Source, dtype: torch.dtype, *, load: Callable[[bytes], Kernel]) -> Kernel | str:
-    """Load a kernel onto a device, or warn that it cannot be had.
+    """Load a kernel onto a device; warn if it cannot be had, or is slower than it could be.
 
     Args:
         source: Its file.
@@ -85,7 +85,11 @@ def load_kernel(source: Source, dtype: torch.dtype, *, load: Callable[[bytes], K
         What was loaded, or why it was not.
     """
     try:
-        return load(machine_code(source, dtype).result())
+        code = machine_code(source, dtype).result()
+        if code.slow:
+            do = "It is right, but slow. A torch that was built with CUDA 12.8 or 13.0 has a compiler that does better"
+            warn_user(message(f"the kernel {source}", found=f"NVRTC says: {code.slow}", do=do))
+        return load(code.cubin)
     except (OSError, RuntimeError, AttributeError) as error:  # the last: a driver without one of these calls
         found = f"{type(error).__name__}: {error}"
         do = "Triton's kernel and cuBLAS are used instead, and are slower. Install torch with its CUDA packages"

@@ -55,6 +55,10 @@ class Compiler:
         return 0
 
 
+def code(number):
+    return cuda.MachineCode(f"code {number}".encode())
+
+
 @contextmanager
 def counting_compiler(cache):
     """Each compilation gives another code."""
@@ -62,7 +66,7 @@ def counting_compiler(cache):
 
     def compile_source(source, *, architecture, options):
         compiled.append((source, architecture, options))
-        return f"code {len(compiled)}".encode()
+        return code(len(compiled))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "compile_source", compile_source)
@@ -73,24 +77,42 @@ def counting_compiler(cache):
 
 def test_what_is_compiled_is_kept_for_other_processes(tmp_path):
     with counting_compiler(tmp_path) as (once, patch):
-        assert once() == once() == b"code 1"
-        assert cuda.compile_once("another", architecture="sm_90a", options=["-O3"]) == b"code 2"
-        assert once(options=["-O0"]) == b"code 3"
+        assert once() == once() == code(1)
+        assert cuda.compile_once("another", architecture="sm_90a", options=["-O3"]) == code(2)
+        assert once(options=["-O0"]) == code(3)
         patch.setattr(cuda, "_nvrtc", lambda: Compiler((12, 9)))
-        assert once() == b"code 4", "another compiler"
-        assert once(architecture="sm_100a") == b"code 5"
+        assert once() == code(4), "another compiler"
+        assert once(architecture="sm_100a") == code(5)
         patch.setattr(cuda, "_LANGUAGE", "--std=c++20")
-        assert once() == b"code 6"
+        assert once() == code(6)
 
 
 def test_it_does_without_a_place_to_keep_it(tmp_path):
     (tmp_path / "no folder").write_text("")
     with counting_compiler(tmp_path / "no folder") as (once, _):
-        assert once() == b"code 1" and once() == b"code 2"
+        assert once() == code(1) and once() == code(2)
     with counting_compiler(tmp_path / "read only") as (once, _):
         with mock.patch("triton.runtime.cache.FileCacheManager.put", side_effect=PermissionError("read only")) as put:
-            assert once() == b"code 1" and once() == b"code 2"
+            assert once() == code(1) and once() == code(2)
         assert put.call_count == 2
+
+
+SERIALIZED = "ptxas info : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x"
+
+
+def test_what_is_slow_is_told_of_in_every_process(tmp_path):
+    """It is right, so it is used; and compiled again each time, since nobody would hear of it otherwise."""
+    slow = cuda.MachineCode(b"slow code", SERIALIZED)
+    with counting_compiler(tmp_path) as (once, patch):
+        patch.setattr(cuda, "compile_source", lambda *_, **__: slow)
+        assert once() == slow and once() == slow
+        assert not list(tmp_path.rglob("*.cubin"))
+    loaded = []
+    words = r"few_tiles.cu.*C7511.*right, but slow.*CUDA 12.8"
+    compiling = mock.patch.object(hopper, "compile_once", return_value=slow)
+    with nothing_compiled_yet(), compiling, pytest.warns(UserWarning, match=words):
+        hopper.load_kernel("few_tiles.cu", torch.float16, load=loaded.append)
+    assert loaded == [b"slow code"]
 
 
 DAMAGE = {
@@ -104,10 +126,10 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_file_is_compiled_again(tmp_path, how):
     with counting_compiler(tmp_path) as (once, _):
-        assert once() == b"code 1"
+        assert once() == code(1)
         (file,) = tmp_path.rglob("*.cubin")
         file.write_bytes(DAMAGE[how](file.read_bytes()))
-        assert once() == b"code 2" and once() == b"code 2"
+        assert once() == code(2) and once() == code(2)
 
 
 def test_it_is_compiled_in_the_background_and_only_where_it_runs():
@@ -116,7 +138,7 @@ def test_it_is_compiled_in_the_background_and_only_where_it_runs():
     def compile_once(source, **how):
         asked.set()
         may_end.wait(60)
-        return source.encode()
+        return cuda.MachineCode(source.encode())
 
     with nothing_compiled_yet(), mock.patch.object(hopper, "compile_once", compile_once):
         clusters.begin_to_compile(torch.device("cpu"), torch.float16)
@@ -126,15 +148,15 @@ def test_it_is_compiled_in_the_background_and_only_where_it_runs():
         assert asked.wait(60)
         assert not hopper.machine_code("clusters.cu", torch.float16).done()
         may_end.set()
-        assert b"run_program" in hopper.machine_code("clusters.cu", torch.float16).result(60)
+        assert b"run_program" in hopper.machine_code("clusters.cu", torch.float16).result(60).cubin
 
 
 @pytest.mark.parametrize("file", ["clusters.cu", "few_tiles.cu"])
 @pytest.mark.parametrize(("dtype", "element"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
 def test_what_both_kernels_share_is_compiled_before_each_for_a_dtype(file, dtype, element):
     folder = resources.files("meshmuon.kernels")
-    with nothing_compiled_yet(), mock.patch.object(hopper, "compile_once", return_value=b"code") as compiled:
-        assert hopper.machine_code(file, dtype).result(60) == b"code"
+    with nothing_compiled_yet(), mock.patch.object(hopper, "compile_once", return_value=code(1)) as compiled:
+        assert hopper.machine_code(file, dtype).result(60) == code(1)
     names = ("instructions.cuh", "hopper.cuh", file)
     text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
     compiled.assert_called_once_with(text, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
