@@ -14,7 +14,7 @@ from tests.emulator.by_torch import Exact
 from tests.emulator.gpu import Gpu, emulated, text_of
 
 DTYPES = [torch.float16, torch.bfloat16]
-# One tile and many, sides that end in a part of a box, odd numbers of tiles, more steps than slots; with three clusters
+# One tile and many, sides that end in a part of a box, odd numbers of tiles, more steps than slots; with two clusters
 # the last ones are cut in halves.
 SQUARES = [(1, 8, 8), (1, 128, 64), (3, 136, 200), (2, 200, 72), (1, 328, 1000), (1, 264, 64), (1, 392, 136)]
 WAYS = [
@@ -69,7 +69,7 @@ def assert_exact(products, stacks, *, seeds=2, texts=None, **how):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SQUARES, ids=str)
-@pytest.mark.parametrize("pairs", [1, 3])
+@pytest.mark.parametrize("pairs", [1, 2])
 def test_a_product_with_itself(shape, dtype, pairs):
     a, d = random(*shape, dtype=dtype), nothing(shape[0], shape[1], shape[1], dtype=dtype)
     assert_exact([Product(0, 0, None, 1, True, alpha=0.7, gamma=0.5)], [a, d], clusters=pairs)
@@ -82,7 +82,7 @@ def test_half_tiles_as_older_compilers_have_them(shape):
     assert text.count("kShortSteps = true;") == 1
     older = {"clusters.cu": text.replace("kShortSteps = true;", "kShortSteps = false;")}
     a, d = random(*shape), nothing(shape[0], shape[1], shape[1])
-    assert_exact([Product(0, 0, None, 1, True, gamma=0.5)], [a, d], clusters=3, texts=older)
+    assert_exact([Product(0, 0, None, 1, True, gamma=0.5)], [a, d], texts=older)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,5 @@
 """When parameters take their steps where directions are computed. Torch plays the kernel; a GPU checks its bits."""
 
-import ctypes
 import dataclasses
 import re
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from tests.emulator.by_torch import Kernel
 
 from meshmuon import Muon, Orthogonalizer
 from meshmuon.kernels import problems
@@ -24,65 +24,6 @@ from meshmuon.polar.ways import Way
 from meshmuon.update.fused import BucketUpdates
 
 SHAPES = {"wide": (48, 80), "wide too": (48, 80), "tall": (80, 48), "square": (48, 48)}
-_FIELDS = {"grad": 0, "param": 2, "row stride": 7, "rows": 9, "cols": 10, "turned": 15, "scale": 16}
-
-
-class Kernel:
-    """A launch of clusters.cu, by torch, in the same order of operations."""
-
-    def __init__(self, products, stacks, written=None, lands=0):
-        self.products, self.stacks, self.lands = products, stacks, lands
-
-    def __call__(self):
-        assert not self.lands
-        for product in self.products:
-            self._write(product)
-
-    def onto(self, landing):
-        assert self.lands == landing.flag, "bound for another kind of step"
-        *before, last = self.products
-        for product in before:
-            self._write(product)
-        a, b = (self.stacks[i].float() for i in last.operands)
-        self._land(landing, (last.alpha * (a @ b)).half().float())
-
-    def _write(self, product):
-        a, b = (self.stacks[i].float() for i in product.operands)
-        if product.in_halves:
-            sums = product.alpha * (a @ b.mT)
-            self.stacks[product.d].copy_(sums)
-            self.stacks[product.second.d].copy_((sums - self.stacks[product.d].float()) * product.second.alpha)
-            return
-        wanted = [(product.d, product.alpha, product.beta, product.delta, product.gamma)]
-        wanted += [] if product.second is None else [tuple(product.second)]
-        sums = a @ (b.mT if product.mirrored else b)
-        added = [self.stacks[i].float() for i in product.added]
-        for d, alpha, beta, delta, gamma in wanted:
-            total = alpha * sums + gamma * torch.eye(*sums.shape[1:])
-            for factor, term in zip((beta, delta), added, strict=False):
-                total = total + factor * term
-            if product.mirrored:
-                total = total.tril() + total.tril(-1).mT
-            self.stacks[d].copy_(total)
-
-    def _land(self, landing, directions):
-        if landing.proceed is not None and not landing.proceed:
-            return
-        for row, direction in zip(landing.table.entries.tolist(), directions, strict=True):
-            at = {name: row[place] for name, place in _FIELDS.items()}
-            if not at["grad"]:
-                continue
-            numbers = (ctypes.c_float * (at["rows"] * at["row stride"])).from_address(at["param"])
-            param = torch.frombuffer(numbers, dtype=torch.float32)
-            param = param.as_strided((at["rows"], at["cols"]), (at["row stride"], 1))
-            direction = (direction.mT if at["turned"] else direction)[: at["rows"], : at["cols"]]
-            scale = torch.tensor(at["scale"], dtype=torch.int32).view(torch.float32)
-            rate, decay = landing.lr[0], landing.weight_decay
-            kept = torch.ones(()) if decay is None else 1 - rate * decay[0]
-            decayed = param * kept
-            if landing.cautious:
-                decayed = torch.where(direction * param > 0, decayed, param)
-            param.copy_(decayed - direction * (rate * scale))
 
 
 @contextmanager
