@@ -31,7 +31,7 @@ FEW = {
     "leaves while its stores are read": ("stores_read();", ""),
     "expects a whole operand where half of one comes": ("half() ? kBoxBytes / 2 : ", ""),
     "takes the left half twice": ("block.part == kRight", "false"),
-    "adds the left half of C to the right one": ("64, 0, 4 * task.right());", "64, 0, 0);"),
+    "adds the left half of C to the right one": ("64, 0, task.right() ? 4 : 0);", "64, 0, 0);"),
     "stages halves as they are not stored": ("(quarter ^ ((row >> 1) & 3))", "quarter"),
 }
 CLUSTERS = {
@@ -71,7 +71,7 @@ def symmetric(*shape, seed):
 
 def few_launches(gpu):
     """Two products one after the other, in halves of boxes: as many steps as slots, and more."""
-    for k in (424, 552):
+    for k in (872, 1000):
         a, c = random(1, 136, k), symmetric(1, 136, 136, seed=1)
         d, e = torch.full_like(c, float("nan")), torch.full_like(c, float("nan"))
         with gpu.stream():
@@ -81,7 +81,7 @@ def few_launches(gpu):
 
 
 def few_wanted():
-    for k in (424, 552):
+    for k in (872, 1000):
         a, c = random(1, 136, k), symmetric(1, 136, 136, seed=1)
         d, e = torch.empty_like(c), torch.empty_like(c)
         Exact([Product(0, 0, 1, 2, mirrored=True)], [a, c, d]).scaled(1.5, -2.5, 3.0)

@@ -119,6 +119,10 @@ def test_a_kernel_that(what):
     text = text_of("clusters.cu")
     assert old in text, "the words are no longer there"
     wanted, found = both(
-        [ONE], factors(2, 144, 200), parameters(2, 136, 200), seeds=range(6), texts={"clusters.cu": text.replace(old, new)}
+        [ONE],
+        factors(2, 144, 200),
+        parameters(2, 136, 200),
+        seeds=range(6),
+        texts={"clusters.cu": text.replace(old, new)},
     )
     assert not all(equal(wanted, each) for each in found)

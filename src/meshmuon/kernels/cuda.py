@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MAXIMUM_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAXIMUM_SHARED_MEMORY, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_...
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -178,7 +178,7 @@ class Function:
     Args:
         cubin: Machine code.
         name: Of the kernel in it.
-        shared_bytes: Of dynamic shared memory.
+        shared_bytes: Of dynamic shared memory, at the most.
     """
 
     def __init__(self, cubin: bytes, name: str, *, shared_bytes: int) -> None:
@@ -188,6 +188,8 @@ class Function:
         _succeed(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "load")
         _succeed(_driver().cuModuleGetFunction(ctypes.byref(self._handle), module, name.encode()), name)
         _succeed(_driver().cuFuncSetAttribute(self._handle, _MAXIMUM_SHARED_MEMORY, shared_bytes), name)
+        # All there can be, whatever a launch takes: another division between two launches would have to wait for both.
+        _succeed(_driver().cuFuncSetAttribute(self._handle, _CARVEOUT, 100), name)
 
     def clusters_at_once(self, size: int, threads: int) -> int:
         """Ask how many clusters the device can run side by side: GPUs differ in which multiprocessors are neighbours.
@@ -207,18 +209,27 @@ class Function:
         _succeed(code, "clusters")
         return found.value
 
-    def bind(self, blocks: int, threads: int, arguments: ctypes.Array[ctypes.c_void_p]) -> Launch:
+    def bind(
+        self,
+        blocks: int,
+        threads: int,
+        arguments: ctypes.Array[ctypes.c_void_p],
+        *,
+        shared_bytes: int | None = None,
+    ) -> Launch:
         """Prepare a launch.
 
         Args:
             blocks: How many thread blocks.
             threads: In each.
             arguments: Addresses of its arguments.
+            shared_bytes: Of dynamic shared memory for each block; None: as many as there may be.
 
         Returns:
             What can be launched again and again.
         """
-        return Launch(self._handle, self._device, (blocks, threads, self._shared_bytes), arguments)
+        taken = self._shared_bytes if shared_bytes is None else shared_bytes
+        return Launch(self._handle, self._device, (blocks, threads, taken), arguments)
 
 
 class Launch:

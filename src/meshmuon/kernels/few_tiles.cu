@@ -6,15 +6,15 @@
 // row of boxes, and one more warp loads, as far ahead as there is room. The result leaves from the memory of the ring,
 // which is not needed any more then.
 //
-// A step takes as long as its operands need to get into a multiprocessor, 64 bytes a cycle. So while there are enough of
-// those, a box is done by two of them: each takes half of its columns, and three quarters of its operands. A box on the
-// diagonal stays whole where B is A, since it takes in a half already.
-//
-// There, too, two boxes on the diagonal need what one box elsewhere does: its two operands. So one thread block can take
+// Where B is A, two boxes on the diagonal need what one box elsewhere does: its two operands. So one thread block can take
 // both, a group for each, where there are more boxes than multiprocessors.
 //
-// Of tiles of one box two thread blocks find room on a multiprocessor: those of the next kernel get ready beside those of
-// this one, and have only to wait for what it writes.
+// A step takes as long as its operands need to get into a multiprocessor, 64 bytes a cycle. So where B is A, and while there
+// are enough multiprocessors, a box is done by two of them: each takes half of its columns, and three quarters of its
+// operands. A box on the diagonal stays whole, since it takes in one operand anyway.
+//
+// Tiles of one whole box need no more than half of a multiprocessor's shared memory. Where all multiprocessors have one,
+// those of the next kernel get ready beside them, and have only to wait for what they write.
 //
 // A sum is the same whichever kernel makes it: 64 numbers of k at a time, in four instructions of 16.
 //
@@ -31,7 +31,7 @@ struct Block {
 };
 struct Few {
   TensorMap a, b, c, d;
-  TensorMap upright, flat;  // D in boxes of 64x32 and of 32x64, where boxes are halved; of B, too, they are 32x64 then
+  TensorMap upright, flat;  // D in boxes of 64x32 and of 32x64, where boxes are halved; and then B, too, in 32x64
   Terms terms;
   int rows, steps, blocks;  // of D; of the inner dimension, 64 numbers each; for one matrix
   int same, added;          // whether B is A; whether there is C
@@ -41,7 +41,7 @@ struct Few {
 template <int ROWS, int COLS, bool HALVES> struct Tiles {
   static constexpr bool kSmall = ROWS * COLS == 1;
   static constexpr int kGroups = kSmall && !HALVES ? 2 : ROWS;
-  static constexpr int kTogether = kSmall ? 2 : 1;  // on a multiprocessor
+  static constexpr int kTogether = kSmall && !HALVES ? 2 : 1;  // on a multiprocessor
   static constexpr int kSlots = 28 / kTogether / (ROWS + COLS);
   static constexpr uint32_t kSlotBytes = (ROWS + COLS) * kBoxBytes;  // of A and of B, or less of C
   typedef RingOf<kSlots, kSlotBytes> Ring;
@@ -53,11 +53,12 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
 
     // A and B are the same numbers.
     __device__ __forceinline__ bool once() const {
-      return few.same && ROWS == COLS && block.row == block.col;
+      return (HALVES || few.same) && ROWS == COLS && block.row == block.col;
     }
     __device__ __forceinline__ bool paired() const { return kSmall && !HALVES && block.part == kPair; }
     __device__ __forceinline__ bool half() const { return HALVES && block.part != kWhole; }
-    __device__ __forceinline__ int right() const { return block.part == kRight; }
+    __device__ __forceinline__ bool right() const { return HALVES && block.part == kRight; }
+    __device__ __forceinline__ int first_col() const { return 64 * block.col + (right() ? 32 : 0); }
     // The first box of a group, and where its operands are in a slot.
     __device__ __forceinline__ int row(int group) const {
       return paired() ? (group ? block.col : block.row) : block.row + group;
@@ -93,27 +94,19 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       for (int i = 0; i < ROWS; ++i)
         load(to + i * kBoxBytes, few.a, barrier, 64 * step, 64 * (task.block.row + i), task.matrix);
       if (task.once()) continue;
-      if constexpr (HALVES) {
-        load_halves(to + kBoxBytes, barrier, step, task);
-      } else {
 #pragma unroll
-        for (int i = 0; i < COLS; ++i)
-          load(to + (ROWS + i) * kBoxBytes, few.b, barrier, 64 * step, 64 * (task.block.col + i), task.matrix);
-      }
+      for (int i = 0; i < COLS; ++i)
+        load(to + (ROWS + i) * kBoxBytes, few.b, barrier, 64 * step, 64 * i + task.first_col(), task.matrix);
     }
     if (!few.added) return;
     ring.wait_empty();
-    barrier_expect(ring.full_here(), kGroups * COLS * kBoxBytes);
+    const int boxes = kSmall ? task.groups() : kGroups * COLS;
+    barrier_expect(ring.full_here(), boxes * kBoxBytes);
 #pragma unroll
     for (int i = 0; i < kGroups * COLS; ++i)
-      load(ring.here() + i * kBoxBytes, few.c, ring.full_here(), 64 * (task.col(i / COLS) + i % COLS),
-           64 * task.row(i / COLS), task.matrix);
-  }
-
-  __device__ __forceinline__ static void load_halves(uint32_t to, uint32_t barrier, int step, const Task& task) {
-    const int col = 64 * task.block.col + 32 * task.right();
-    load(to, task.few.b, barrier, 64 * step, col, task.matrix);
-    if (!task.half()) load(to + kBoxBytes / 2, task.few.b, barrier, 64 * step, col + 32, task.matrix);
+      if (i < boxes)
+        load(ring.here() + i * kBoxBytes, few.c, ring.full_here(), 64 * (task.col(i / COLS) + i % COLS),
+             64 * task.row(i / COLS), task.matrix);
   }
 
   // 128 threads, and the boxes that are theirs.
@@ -196,7 +189,12 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       } else {
         round_boxes<0>(sums, out, task);
       }
-      threads_sync(1 + kGroups, 128 * task.groups());  // nobody needs the ring any more
+      // Nobody needs the ring any more.
+      if constexpr (kGroups == 1) {
+        sync();
+      } else {
+        threads_sync(1 + kGroups, 128 * task.groups());
+      }
       put_box<0>(out[0], task);
       if constexpr (COLS > 1) put_box<1>(out[0], task);
       show_copy_engine();
@@ -216,7 +214,7 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       }
     }
     __device__ __forceinline__ void store_half(const Task& task) const {
-      const int row = 64 * task.row(0), col = 64 * task.col(0) + 32 * task.right();
+      const int row = 64 * task.row(0), col = task.first_col();
       store(task.few.upright, staged(0), col, row, task.matrix);
       store(task.few.flat, staged(0) + kBoxBytes, row, col, task.matrix);
       stores_commit();
@@ -227,7 +225,7 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       const Terms terms[1] = {task.few.terms};
       if constexpr (ADDED > 0) ring.wait_full();
       const uint32_t slots[2] = {ring.here(), 0};  // all of a box of C
-      round<0, 1, ADDED, 8>(sums, out, terms, slots, 64, 0, 4 * task.right());  // wherever it is, off the diagonal
+      round<0, 1, ADDED, 8>(sums, out, terms, slots, 64, 0, task.right() ? 4 : 0);  // wherever it is, off the diagonal
     }
     __device__ __forceinline__ void compute_half(const Task& task) {
       float sums[64];
@@ -266,6 +264,7 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       barriers_ready();
       fetch(few.a), fetch(few.b), fetch(few.d);
       if (HALVES) fetch(few.upright), fetch(few.flat);
+      if (few.added) fetch(few.c);
     }
     let_next_kernel_begin();
     __syncthreads();

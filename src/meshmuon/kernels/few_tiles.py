@@ -20,6 +20,7 @@ from meshmuon.kernels.hopper import load_kernel, why_impossible
 BOX = 64  # side of what a tile consists of
 _BOX_BYTES = BOX * BOX * 2
 _BOXES = 28  # in a multiprocessor's shared memory
+_ALONE = _BOXES * _BOX_BYTES + 512  # for one thread block, barriers included: no other one fits beside it
 MOST_BLOCKS = 144  # as in few_tiles.cu
 
 
@@ -37,12 +38,12 @@ class Cut(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many thread blocks find room on a multiprocessor: with two, those of the next launch get ready there."""
-        return 2 if self.rows * self.cols == 1 else 1
+        """How many thread blocks a multiprocessor has room for, if they take no more than they need."""
+        return 2 if self == Cut(1, 1) else 1
 
     @property
     def shared_bytes(self) -> int:
-        """As many slots of operands as there is room for, with two barriers each."""
+        """What a thread block needs: as many slots of operands as there is room for, with two barriers each."""
         boxes = self.rows + self.cols
         return _BOXES // self.together // boxes * (boxes * _BOX_BYTES + 2 * 8)
 
@@ -68,6 +69,27 @@ class Block(NamedTuple):
     part: Part = Part.WHOLE
 
 
+class Choice(NamedTuple):
+    """How a product is shared out.
+
+    Attributes:
+        cut: Size of the tiles.
+        blocks: What each thread block does for one matrix.
+        fills: Whether every multiprocessor gets one. Only then may thread blocks of the next launch come beside those
+            of this one, to get ready there. With multiprocessors to spare they find others, and two of one launch
+            could find themselves on the same.
+    """
+
+    cut: Cut
+    blocks: list[Block]
+    fills: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a thread block takes."""
+        return self.cut.shared_bytes if self.fills else _ALONE
+
+
 def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | None:
     """List what each thread block does for one matrix.
 
@@ -83,6 +105,8 @@ def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | Non
     boxes = -(-m // BOX)
     if cut.rows > 2 and boxes % cut.rows:
         return None  # slower than larger tiles, measured
+    if cut.halves and not same:
+        return None  # whole boxes on the diagonal would take in two operands, and all others wait for them
     rows = range(0, boxes, cut.rows)
     tiles = [Block(row, col) for row in rows for col in range(0, min(row + cut.rows, boxes), cut.cols)]
     if cut.halves:
@@ -100,7 +124,7 @@ def _parts(box: Block) -> tuple[Part, ...]:
     return (Part.WHOLE,) if box.row == box.col else (Part.LEFT, Part.RIGHT)
 
 
-def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> tuple[Cut, list[Block]] | None:
+def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> Choice | None:
     """Choose the smallest tiles of which all have a multiprocessor of their own.
 
     Args:
@@ -110,18 +134,18 @@ def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> tuple
         multiprocessors: Of the device.
 
     Returns:
-        Their size, and what each thread block does for one matrix; None if there are too many of any size.
+        How the product is shared out; None if there are too many tiles of any size.
     """
     most = min(multiprocessors // batch, MOST_BLOCKS)
     for cut in CUTS:
         blocks = list_blocks(m, cut, most=most, same=same) if most else None
         if blocks is not None:
-            return cut, blocks
+            return Choice(cut, blocks, fills=batch * len(blocks) == multiprocessors)
     return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(device: torch.device, batch: int, m: int, same: bool) -> tuple[Cut, list[Block]] | None:
+def _chosen(device: torch.device, batch: int, m: int, same: bool) -> Choice | None:
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return choose_cut(batch, m, same=same, multiprocessors=count)
 
@@ -157,7 +181,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[Cut, Function] | 
 
 def _load(device: torch.device, cubin: bytes) -> dict[Cut, Function]:
     with launching_on(device):
-        return {cut: Function(cubin, cut.kernel, shared_bytes=cut.shared_bytes) for cut in CUTS}
+        return {cut: Function(cubin, cut.kernel, shared_bytes=_ALONE) for cut in CUTS}
 
 
 class _Few(ctypes.Structure):
@@ -195,7 +219,7 @@ class FewLaunch:
         batch, m, k = a.shape
         kernels, chosen = _kernels(a.device, a.dtype), _chosen(a.device, batch, m, b is None)
         assert not isinstance(kernels, str) and chosen is not None, "can_run says whether it can"
-        cut, blocks = chosen
+        cut, blocks, _ = chosen
         self._device = a.device
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Few) + MAP_ALIGNMENT)
         self._few = _Few.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
@@ -209,7 +233,8 @@ class FewLaunch:
         # A group for each row of boxes, or for each of two on the diagonal; and a warp that loads.
         groups = max(cut.rows, *(1 + (block.part is Part.PAIR) for block in blocks))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._few))
-        self._launch: Launch = kernels[cut].bind(batch * len(blocks), 128 * groups + 32, arguments)
+        sizes = (batch * len(blocks), 128 * groups + 32)
+        self._launch: Launch = kernels[cut].bind(*sizes, arguments, shared_bytes=chosen.shared_bytes)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it on the current stream.

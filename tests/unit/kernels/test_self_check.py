@@ -87,9 +87,9 @@ def test_products_are_checked_in_the_tiles_that_train(rest):
 
 def test_products_of_few_tiles_are_checked_in_tiles_of_every_size():
     found = {rows: choose_cut(1, rows, same=True, multiprocessors=132) for rows in problems.FEW_TILES}
-    assert {cut for cut, _ in found.values()} == set(CUTS)
-    assert {block.part for _, blocks in found.values() for block in blocks} == set(Part)
-    assert [Cut(1, 1)] * 2 == [cut for cut, _ in found.values() if cut == Cut(1, 1)], "with pairs, and without"
+    assert {chosen.cut for chosen in found.values()} == set(CUTS)
+    assert {block.part for chosen in found.values() for block in chosen.blocks} == set(Part)
+    assert sum(chosen.cut == Cut(1, 1) for chosen in found.values()) == 2, "with pairs, and without"
     assert all(choose_config("hopper", 1, rows, 208, torch.float16).few for rows in found)
 
 
