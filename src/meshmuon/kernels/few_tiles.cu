@@ -251,7 +251,8 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
   };
 
   __device__ __forceinline__ static void run(const Few& few, uint32_t memory) {
-    const Task task = {few, few.block[blockIdx.x % few.blocks], (int)blockIdx.x / few.blocks};
+    const unsigned blocks = few.blocks, matrix = gridDim.x == blocks ? 0 : blockIdx.x / blocks;  // a division takes long
+    const Task task = {few, few.block[blockIdx.x - matrix * blocks], (int)matrix};
     Ring ring;
     ring.slots = memory;
     ring.full = memory + kSlots * kSlotBytes;
