@@ -165,6 +165,9 @@ def padded(size):
 
 FEW = [(1, 40, 72), (2, 144, 208), (1, 256, 256), (132, 64, 64), (3, 512, 512), (4, 512, 1000), (1, 1000, 264)]
 FEW += [
+    (1, 512, 512),
+    (1, 680, 1800),
+    (1, 768, 768),
     (1, 1024, 1024),
     (1, 1032, 520),
     (1, 1408, 64),
@@ -198,9 +201,10 @@ def test_few_tiles_have_the_bits_of_many(shape, dtype):
 
 
 @pytest.mark.skipif(not HOPPER, reason="few_tiles.cu is for Hopper")
-def test_few_tiles_follow_each_other_in_a_graph():
+@pytest.mark.parametrize("m", [256, 512, 704, 768, 1024, 1536])
+def test_few_tiles_follow_each_other_in_a_graph(m):
     """Each product reads what the one before it wrote: they may begin early, and have to wait."""
-    x = random(1, 1024, 1024, dtype=torch.float16, scale=1 / 64)
+    x = random(1, m, m, dtype=torch.float16, scale=1 / 64)
     stacks = [x, torch.empty_like(x), torch.empty_like(x)]
 
     def chain():
