@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshmuon.errors import CheckpointError, message, some, warn_user
 from meshmuon.layout.mesh import is_distributed, lies_like, placements
 from meshmuon.layout.names import normalise_names
-from meshmuon.state import STATE_KEYS, adapted_state
+from meshmuon.state import STATE_KEYS, adapted_state, as_tensor
 
 # Checks the hyper-parameters of a group and gives them back in plain form: (values, algorithm, where=) -> values.
 CheckValues: TypeAlias = "Callable[..., dict[str, Any]]"
@@ -52,9 +52,11 @@ def load_checked(
         return {**accepted, "state": {}}  # torch would cast it, and bring it to the device
 
     def restore(_: Optimizer) -> None:
-        for group, saved in zip(optimizer.param_groups, accepted["param_groups"], strict=True):
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group, on_host=on_host)
+        with torch.inference_mode(False), torch.no_grad():  # state made in inference mode could not be written outside
+            for group, saved in zip(optimizer.param_groups, accepted["param_groups"], strict=True):
+                for param, key in zip(group["params"], saved["params"], strict=True):
+                    known = accepted["state"].get(key, {})
+                    optimizer.state[param] = adapted_state(known, param, group, on_host=on_host)
 
     _check_mapping(state_dict)
     # Last before and first after torch's own work, so that a user's hooks see and may change everything.
@@ -199,7 +201,7 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any] | None, algo
         what = f"state {found or 'missing'}, {algorithm} needs {list(expected)}"
         raise CheckpointError(message(f"parameter {name!r}", found=what, do=f"Check the routing: {hint}"))
     for key in expected:
-        shape = tuple(torch.as_tensor(entry[key]).shape)
+        shape = tuple(as_tensor(entry[key]).shape)
         expected_shape = () if key == "step" else tuple(param.shape)
         if shape != expected_shape:
             what = f"saved {key} of shape {shape}, it should have {expected_shape}"

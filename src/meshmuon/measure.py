@@ -21,6 +21,7 @@ from meshmuon.plan.route import Route
 from meshmuon.plan.sent import sent_in_a_step
 from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.preparation import Ready
+from meshmuon.runtime.graphs import Signals
 from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.runtime.lookup import parameter_of
 from meshmuon.runtime.sharded import sharded_directions
@@ -42,7 +43,7 @@ class Measurement:
         tensors: What this rank holds.
         param_groups: The optimizer's groups.
         state: Its state.
-        unscale: GradScaler's factor at the last step, or None.
+        last: What the last step was told: whether it happened, and GradScaler's factor.
         sums: For each parameter, by group and position, what this rank knows of it.
     """
 
@@ -50,7 +51,7 @@ class Measurement:
     tensors: LocalTensors
     param_groups: Sequence[Mapping[str, Any]]
     state: Mapping[Tensor, Mapping[str, Tensor]]
-    unscale: Tensor | None = None
+    last: Signals
     sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def take(self) -> dict[str, float]:
@@ -96,7 +97,7 @@ class Measurement:
             return
         matrices = self.tensors.matrices(bucket, places=exchange.places(bucket))
         inputs = torch.empty(exchange.buffer_size(bucket), dtype=bucket.recipe.input_dtype, device=bucket.device)
-        look_ahead(matrices, inputs, MomentumRule.of(group, unscale=self.unscale, proceed=None))
+        look_ahead(matrices, inputs, MomentumRule.of(group, unscale=self.last.unscale, proceed=self.last.proceed))
         if bucket.route is Route.SHARDED:
             journey = sharded_directions(bucket, matrices, inputs, self.ready.contributions, rank=rank)
             flat = _result(journey)

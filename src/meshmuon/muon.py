@@ -48,7 +48,7 @@ from meshmuon.plan.concerns import warn_of_concerns
 from meshmuon.plan.describe_groups import describe_groups
 from meshmuon.preparation import Preparation, Ready, leave_empty_
 from meshmuon.routing import Overrides, route_params
-from meshmuon.runtime.graphs import StepGraphs
+from meshmuon.runtime.graphs import Signals, StepGraphs
 from meshmuon.runtime.local_tensors import LocalTensors
 from meshmuon.state import complete_state_
 from meshmuon.step import Step
@@ -116,7 +116,7 @@ class Muon(Optimizer):
     """
 
     _step_supports_amp_scaling = ToldToScalers()
-    _last_unscale: Tensor | None
+    _last: Signals
 
     def __init__(
         self,
@@ -195,14 +195,17 @@ class Muon(Optimizer):
         with ready.peers.together(), plain_arithmetic():
             ready.peers.meet()  # before the first exchange of a plan: all ranks must have the same
             logits = ready.heads.read(qk_logits)
+            not_yet = torch.zeros((), dtype=torch.bool, device="cpu")
+            self._last = Signals(proceed=not_yet, unscale=self._unscale())
             verdict = self._agreement.check(
                 logits.told(ready.watch.look(self.param_groups)),
                 peers=ready.peers,
                 found_inf=getattr(self, "found_inf", None),
-                unscale=self._unscale(),
+                unscale=self._last.unscale,
                 fused=ready.plan.fused,
             )
             if verdict.go:
+                self._last = Signals(verdict.flag, self._last.unscale)
                 self._take_step(ready, verdict)
                 ready.heads.scale_(logits, self.param_groups, verdict.flag)
         if self._execution.release_grads:
@@ -210,9 +213,8 @@ class Muon(Optimizer):
         return loss
 
     def _take_step(self, ready: Ready, verdict: Verdict) -> None:
-        self._last_unscale = unscale = self._unscale()
         self._tensors.settle_gradients(ready.plan)
-        step = Step(ready, self._tensors, self.param_groups, unscale, verdict.flag, self._offloaded)
+        step = Step(ready, self._tensors, self.param_groups, self._last.unscale, verdict.flag, self._offloaded)
         if ready.owned is not None:
             step.take_synced(ready.owned, self._tensors.presence(ready.plan, verdict.present))
         elif self._execution.cuda_graph:
@@ -241,7 +243,7 @@ class Muon(Optimizer):
         """What a new, copied or unpickled optimizer needs that is not part of its state."""
         self._agreement = Agreement(self._execution.non_finite)
         self._graphs = StepGraphs()
-        self._last_unscale = None
+        self._last = Signals(None, None)
         self._preparation = Preparation(self._execution, self._routings, homes, self._layouts, on_host=self._offloaded)
         self._ready()
 
@@ -343,7 +345,7 @@ class Muon(Optimizer):
         """Give plain numbers for any logger, found when asked. It takes about as long as a step: ask now and then.
 
         Every rank must ask. Call it between `step` and `zero_grad` to see the last directions exactly; once gradients
-        are gone (and always under `grad_sync`), directions are those of the momentum alone.
+        are gone, after a skipped step, and always under `grad_sync`, directions are those of the momentum alone.
 
         Returns:
             Over all ranks, as `muon/...` and `adamw/...`; where there are several groups of a kind, also of each, with
@@ -362,7 +364,7 @@ class Muon(Optimizer):
             ready.peers.gather_round()
             if ready.owned is not None:
                 ready.owned.catch_up(ready.contributions.together)
-            measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last_unscale).take()
+            measured = Measurement(ready, self._tensors, self.param_groups, self.state, self._last).take()
         return {**measured, **self._agreement.counts(), **ready.heads.metrics()}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from meshmuon.saved_files import (
 # Saves that are being written while training goes on. The next one waits: two at a time on one group would meet each
 # other's collectives in another order on each rank.
 _PENDING: list[Any] = []
+_NOT_WRITTEN = (CheckpointException, OSError)
 
 
 def save_checkpoint(
@@ -68,8 +70,8 @@ def save_checkpoint(
         None, or with `wait=False` a future whose `result()` waits for the end and raises what went wrong.
 
     Raises:
-        CheckpointError: If the folder is already there or not the same on all ranks, or `extra` could not be loaded
-            again.
+        CheckpointError: If the folder is already there or not the same on all ranks, `extra` could not be loaded
+            again, or it could not be written.
     """
     _wait_for_pending()
     path = Path(folder).absolute()
@@ -84,7 +86,7 @@ def save_checkpoint(
     everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
     writer = WholeOrNothing(path)
     if wait:
-        with _quiet():
+        with _written(path), _quiet():
             dcp.save(everything, storage_writer=writer, process_group=process_group)
         return None
     with _quiet():
@@ -95,7 +97,7 @@ def save_checkpoint(
             async_checkpointer_type=AsyncCheckpointerType.THREAD,
         )
     _PENDING.append(future)
-    return future
+    return _told_in_our_words(future, path)
 
 
 def load_checkpoint(
@@ -188,6 +190,41 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (CheckpointException, *UNREADABLE) as error:  # torch's is no Exception
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=ANOTHER)) from error
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _NOT_WRITTEN as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: BaseException) -> CheckpointError:
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in failures.items()}
+    told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()) or f"{type(error).__name__}: {error}"
+    do = "Make room, or save to where every rank can write; training can go on"
+    return CheckpointError(message(f"checkpoint {path}", found=f"it could not be written: {told}", do=do))
+
+
+def _told_in_our_words(saving: Any, path: Path) -> Future[Any]:
+    """The same future, but for what it raises: torch's error is no Exception, and would end the training loop."""
+    told: Future[Any] = Future()
+
+    def tell(done: Any) -> None:
+        error = done.exception()
+        if isinstance(error, _NOT_WRITTEN):
+            ours = _not_written(path, error)
+            ours.__cause__ = error
+            told.set_exception(ours)
+        elif error is not None:
+            told.set_exception(error)
+        else:
+            told.set_result(done.result())
+
+    saving.add_done_callback(tell)
+    return told
 
 
 @contextlib.contextmanager

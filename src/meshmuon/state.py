@@ -87,7 +87,7 @@ def state_fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
         return False
     if any(key != "step" and placements(value) != placements(param) for key, value in state.items()):
         return False
-    if "step" in state and torch.as_tensor(state["step"]).device != _step_device(param):
+    if "step" in state and as_tensor(state["step"]).device != _step_device(param):
         return False
     if on_host and param.is_cuda and not all(local(value).is_pinned() for key, value in state.items() if key != "step"):
         return False
@@ -115,15 +115,25 @@ def adapted_state(
         New tensors; the given ones are left alone.
     """
     result = fresh_state(param, group, on_host=on_host)
-    if set(state) >= set(result) and all(
-        torch.as_tensor(state[key]).shape == value.shape for key, value in result.items()
-    ):
+    if set(state) >= set(result) and all(as_tensor(state[key]).shape == value.shape for key, value in result.items()):
         for key, value in result.items():
-            saved = torch.as_tensor(state[key])
+            saved = as_tensor(state[key])
             if is_distributed(value) and not is_distributed(saved):
                 saved = laid_like("state", saved, value, rank=global_rank())  # each rank takes its part of the whole
             value.copy_(saved)
     return result
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Give a saved value as a tensor: one that is none yet does not go to whatever device is the default now.
+
+    Args:
+        value: A tensor, or a number.
+
+    Returns:
+        The tensor itself, or a new one on the CPU.
+    """
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def _step_device(param: Tensor) -> torch.device:

@@ -15,7 +15,7 @@ from tests.distributed.scenarios import chosen, groups_for, shard, tensor_for
 SETTINGS = {"lr": 0.02, "weight_decay": 0.2}
 
 
-def on_a_mesh(layout, settings, sabotage=None):
+def on_a_mesh(layout, settings, sabotage=None, skipped=False):
     mesh_shape, table = chosen(layout)
     mesh = mesh_of(mesh_shape)
     params = {
@@ -26,7 +26,8 @@ def on_a_mesh(layout, settings, sabotage=None):
     assert opt.metrics()["dead"] == len(params), "before anything was exchanged"
     for step in range(2):
         for name, (shape, _, placements) in table.items():
-            params[name][0].grad = shard(tensor_for(f"g{step}", name, shape, torch.float32), mesh, placements)
+            gradient = poisoned(f"g{step}", name, shape, skipped and step == 1)
+            params[name][0].grad = shard(gradient, mesh, placements)
         opt.step()
     if sabotage == "not added up":
         with mock.patch.object(Contributions, "total", lambda self, team, numbers: numbers):
@@ -34,13 +35,21 @@ def on_a_mesh(layout, settings, sabotage=None):
     return opt.metrics()
 
 
-def alone(layout):
+def poisoned(step, name, shape, really):
+    """A gradient; with an inf in its first number, which one rank alone may hold."""
+    gradient = tensor_for(step, name, shape, torch.float32)
+    if really:
+        gradient.view(-1)[0] = torch.inf
+    return gradient
+
+
+def alone(layout, skipped=False):
     _, table = chosen(layout)
     params = {n: (tensor_for("p", n, s, torch.float32).requires_grad_(), v) for n, (s, v, _) in table.items()}
     opt = Muon(groups_for(params), **SETTINGS)
     for step in range(2):
         for name, (tensor, _) in params.items():
-            tensor.grad = tensor_for(f"g{step}", name, tensor.shape, torch.float32)
+            tensor.grad = poisoned(f"g{step}", name, tensor.shape, skipped and step == 1)
         opt.step()
     return opt.metrics()
 

@@ -22,6 +22,15 @@ def test_shards_tell_the_same_as_one_process(pool, layout, settings):
         assert found["exchanges"] > 0 or not found["bytes_sent"]
 
 
+@pytest.mark.filterwarnings("ignore::meshmuon.errors.NonFiniteGradientWarning")
+@pytest.mark.parametrize("layout", ["fsdp3", "fsdp_tp_same_dim"])
+def test_after_a_step_that_one_rank_could_not_take(pool, layout):
+    expected = scenarios.alone(layout, skipped=True)
+    assert expected["skipped_non_finite"] == 1
+    for found in pool(world_size(layout)).run(scenarios.on_a_mesh, layout, {}, None, True):
+        assert differing(found, expected) == []
+
+
 def test_numbers_of_one_rank_are_noticed(pool):
     found = pool(3).run(scenarios.on_a_mesh, "fsdp3", {}, "not added up")[0]
     assert differing(found, scenarios.alone("fsdp3"))

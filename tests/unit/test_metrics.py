@@ -8,6 +8,7 @@ from tests.distributed import scenarios
 from torch import nn
 
 from meshmuon import Muon, View, scale_factor
+from meshmuon.errors import NonFiniteGradientError
 
 
 def rms(tensors):
@@ -132,6 +133,39 @@ def test_scaled_gradients_are_unscaled():
     del scaled.grad_scale
     found = scaled.metrics()["muon/update_rms"]
     assert found == pytest.approx(rms([model.weight.detach() - before]), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::meshmuon.errors.NonFiniteGradientWarning")
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("scale", [1.0, 65536.0])
+def test_after_a_skipped_step_directions_are_those_of_momentum(scale, policy):
+    """Gradients that were not used do not count, whatever a scaler made of them."""
+    params = {"w": nn.Parameter(torch.randn(8, 12)), "other": nn.Parameter(torch.zeros(4, 4))}
+    opt = Muon(params.items(), lr=0.1, non_finite=policy)
+    for param in params.values():
+        param.grad = torch.randn_like(param)
+    opt.step()
+    after_a_step = opt.metrics()
+    kept = {name: param.grad for name, param in params.items()}
+    for param in params.values():
+        param.grad = None
+    expected = opt.metrics()
+    params["w"].grad, params["other"].grad = torch.randn(8, 12) * scale, torch.full((4, 4), torch.inf)
+    opt.grad_scale = torch.tensor(scale)
+    if policy == "skip":
+        opt.step()
+    else:
+        with pytest.raises(NonFiniteGradientError, match="other"):
+            opt.step()
+    del opt.grad_scale
+    found = opt.metrics()
+    for key in ("muon/update_rms", "muon/orthogonality_error", "muon/momentum_norm"):
+        assert found[key] == expected[key]
+    assert found["muon/orthogonality_error"] != after_a_step["muon/orthogonality_error"]
+    for name, param in params.items():
+        param.grad = kept[name]
+    opt.step()
+    assert opt.metrics()["muon/orthogonality_error"] != expected["muon/orthogonality_error"], "gradients count again"
 
 
 @pytest.mark.parametrize("size", [1e-28, 1e25])

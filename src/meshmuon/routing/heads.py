@@ -91,6 +91,7 @@ def heads_of(model: nn.Module) -> dict[Tensor, str]:
         Weight → why it is taken for a head.
     """
     heads = dict.fromkeys(_stated_heads(model), "the model's output embeddings")
+    heads.update(dict.fromkeys(_cut_heads(model), "of an nn.AdaptiveLogSoftmaxWithLoss"))
     by_size = _head_by_size(model)
     if by_size is not None:
         heads.setdefault(by_size, "the only nn.Linear shaped like the embedding")
@@ -111,6 +112,12 @@ def _stated_heads(model: nn.Module) -> list[Tensor]:
         if weight is not None:
             found.append(weight)
     return found
+
+
+def _cut_heads(model: nn.Module) -> list[Tensor]:
+    """Heads that are cut by how often a word comes: also what brings rare ones down to fewer dims."""
+    cut = [module for module in model.modules() if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)]
+    return [weight for module in cut for weight in _matrices_in(module)]
 
 
 def _head_by_size(model: nn.Module) -> Tensor | None:

@@ -18,6 +18,7 @@ from meshmuon.routing.heads import is_head_name
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDING_WORDS = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position_emb")
+_WHOLE_EMBEDDING_WORDS = ("emb", "embs")
 _LAYER_WORDS = ("fc", "mlp", "attn", "attention", "proj", "linear", "dense", "conv", "ffn", "feed_forward", "gate")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _NORM_NAMES = ("LayerNorm", "RMSNorm")  # how those of other libraries end
@@ -64,7 +65,8 @@ def _embedding(c: Candidate) -> Routing | None:
     # them, `embedder.0.fc.weight` is a layer of some tower, `embeddings.0.table.weight` is not.
     layer = any(word in part for part in c.path.words for word in _LAYER_WORDS)
     words = (c.leaf,) if c.modules else c.path.words if layer else tuple(c.name.lower().split("."))
-    called_so = any(part.endswith("_emb") or word in part for part in words for word in _EMBEDDING_WORDS)
+    called_so = any(part in _WHOLE_EMBEDDING_WORDS or part.endswith("_emb") for part in words)
+    called_so = called_so or any(word in part for part in words for word in _EMBEDDING_WORDS)
     if (called_so or _is_shared_table(c)) and not is_head_name(c.path):
         return Routing(c.name, "adamw", "embedding, by name")
     return None

@@ -106,7 +106,9 @@ class Snapshot:
 
 
 def _is_lr(lr: Any) -> bool:
-    return isinstance(lr, Tensor) or (isinstance(lr, (int, float)) and 0 <= lr < math.inf)
+    if isinstance(lr, Tensor):  # on a GPU its value stays there: nobody waits for it
+        return lr.numel() == 1 and (lr.device.type != "cpu" or 0 <= float(lr) < math.inf)
+    return isinstance(lr, (int, float)) and 0 <= lr < math.inf
 
 
 def _values(param_groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[tuple[Any, ...], ...]:

@@ -203,6 +203,8 @@ class SyncedStep:
 
         Sums of squares of fixed parts, added in the order of their size: the same bits on any number of ranks.
         """
+        if not self._buckets:
+            return torch.ones((), device="cpu")  # nothing to clip: all parameters are empty
         parts = []
         for bucket in self._buckets:
             squares, counts = _squares(bucket, averages[id(bucket)], self.plan.rank)

@@ -77,7 +77,7 @@ def _update_one_(item: MatrixTensors, *, inputs: Tensor, rule: MomentumRule) -> 
 
 
 def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: MomentumRule) -> None:
-    """Write what the last step orthogonalized; of matrices whose gradients are gone or unusable, their momentum alone.
+    """Write what the last step orthogonalized; the momentum alone where gradients are gone, or nothing happened.
 
     Args:
         matrices: The tensors; only read.
@@ -95,8 +95,11 @@ def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Momentum
         grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
         if rule.l2:
             grad = grad + item.param.to(grad.dtype) * rule.l2
-        # A gradient that is not finite was not used: lerp(buf, buf, w) is buf.
-        grad = torch.where(grad.isfinite().all(), grad, buffer.to(grad.dtype))
+        buffer_alone = buffer.to(grad.dtype)  # lerp(buf, buf, w) is buf
+        if rule.proceed is not None:
+            grad = torch.where(rule.proceed.to(grad.device), grad, buffer_alone)
+        # A gradient that is not finite has come since: it was not used.
+        grad = torch.where(grad.isfinite().all(), grad, buffer_alone)
         _look_ahead(wanted, grad, buffer, rule)
 
 
