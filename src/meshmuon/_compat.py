@@ -34,6 +34,21 @@ def has_fused_adamw(device: torch.device) -> bool:
     return device.type in _get_fused_kernels_supported_devices()
 
 
+def outside_transforms(tensor: Tensor) -> Tensor | None:
+    """Give what `torch.func.grad` has wrapped, so that it can be kept when that is over.
+
+    Args:
+        tensor: Any.
+
+    Returns:
+        The plain tensor; None inside `torch.func.vmap`, where it is one of many.
+    """
+    of_torch: Any = torch._C._functorch
+    while of_torch.is_gradtrackingtensor(tensor):
+        tensor = of_torch.get_unwrapped(tensor)
+    return None if of_torch.is_batchedtensor(tensor) else tensor
+
+
 @functools.cache
 def let_threads_finish_at_exit() -> None:
     """Have the process wait a moment before it ends, so that gloo's threads can let go of the last collective.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from meshmuon._compat import without_autocast
+from meshmuon._compat import outside_transforms, without_autocast
 from meshmuon.checks import check_integer, check_number
 from meshmuon.config import check_layer_pattern
 from meshmuon.errors import message
@@ -181,7 +181,11 @@ class QKLogits(TorchFunctionMode, Mapping[str, Tensor]):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        most = max_logits(query, key, scale=scale, causal=is_causal, mask=attn_mask, chunk=self._chunk)
+        seen = max_logits(query, key, scale=scale, causal=is_causal, mask=attn_mask, chunk=self._chunk)
+        most = outside_transforms(seen)
+        if most is None:
+            do = "Collect in a pass without it, or give max_logits what attention gets"
+            raise RuntimeError(message(f"QKLogits of {layer!r}", found="attention inside torch.func.vmap", do=do))
         before = self._found.get(layer)
         self._found[layer] = most if before is None else torch.maximum(before, most)
 

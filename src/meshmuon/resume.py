@@ -89,7 +89,7 @@ def save_checkpoint(
         with _written(path), _quiet():
             dcp.save(everything, storage_writer=writer, process_group=process_group)
         return None
-    with _quiet():
+    with _written(path), _quiet():
         future: Any = dcp.async_save(
             everything,
             storage_writer=writer,

@@ -17,6 +17,7 @@ from tests.conformance.muon_table import (
     train,
 )
 from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from meshmuon import Muon, param_groups
 from meshmuon.testing import ReferenceMuon
@@ -174,6 +175,7 @@ def _matrix() -> tuple[str, nn.Parameter]:
         ({"algorithm": "sgd"}, ValueError, r"\['algorithm'\]"),
         ({"algorithm": "adamw", "betas": (1.0, 0.9)}, ValueError, r"\['betas'\]"),
         ({"algorithm": "adamw", "momentum": 0.9}, TypeError, "no hyper-parameter of adamw"),
+        ({"algorithm": "adamw", "momentum": 0.9, "initial_lr": 0.1}, TypeError, "no hyper-parameter of adamw"),
         ({"maximize": True}, TypeError, "'maximize': not supported"),
         ({"momentun": 0.9}, TypeError, "Did you mean 'momentum'"),
         ({"params": [("fc1.weight", nn.Parameter(torch.rand(3, 4)))]}, ValueError, "'fc1.weight'.*already"),
@@ -218,3 +220,14 @@ def test_empty_parameters_are_no_trouble() -> None:
     opt.step()
     assert opt.state[empty]["momentum_buffer"].shape == (0, 4)
     Muon(net).load_state_dict(Muon(net).state_dict())
+
+
+@pytest.mark.parametrize("make", [OneCycleLR, CyclicLR], ids=lambda make: make.__name__)
+def test_groups_that_a_scheduler_has_written_into_make_another_optimizer(make):
+    """It writes momentum into every group, also into those of AdamW, which keep it as somebody else's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    opt = Muon(model, lr=0.01)
+    make(opt, 0.01, 10)
+    again = Muon(opt.param_groups)
+    assert [dict(g, params=0) for g in again.param_groups] == [dict(g, params=0) for g in opt.param_groups]
+    assert "momentum" in again.param_groups[1] and again.param_groups[1]["algorithm"] == "adamw"

@@ -173,6 +173,16 @@ def change_plan_alone(ranks):
     return collected(params, opt)
 
 
+def nothing_to_clip():
+    """Steps of parameters that are all empty: their gradients have no norm."""
+    param = nn.Parameter(torch.zeros(0, 4))
+    opt = Muon([("w", param)], grad_sync="optimizer", max_grad_norm=1.0, allow_no_muon=True)
+    for _ in range(2):
+        param.grad = torch.zeros(0, 4)
+        opt.step()
+    return opt.metrics()["steps"]
+
+
 def refused(kind):
     try:
         if kind == "ddp":

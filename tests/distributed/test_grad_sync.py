@@ -124,6 +124,10 @@ def test_owners_that_change_hand_over_their_state(pool):
         assert differing(expected, got) == []
 
 
+def test_there_may_be_nothing_to_clip(pool):
+    assert pool(3).run(scenarios.nothing_to_clip) == [2.0] * 3
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("ddp", "DistributedDataParallel"), ("dtensor", "'w'.*DTensor"), ("norm", "max_grad_norm.*grad_sync")],

@@ -300,6 +300,25 @@ def test_a_collector_of_nothing_is_refused(make, words):
     assert re.search(words, str(caught.value))
 
 
+def test_logits_collected_under_torch_func_are_plain_and_of_vmap_refused():
+    model, x = make_model("mha"), inputs()
+    params = dict(model.named_parameters())
+    with QKLogits(model, module="layers.{layer}") as expected:
+        model(x)
+
+    def loss(params, x):
+        return torch.func.functional_call(model, params, (x,)).square().mean()
+
+    with QKLogits(model, module="layers.{layer}") as seen:
+        torch.func.grad(loss)(params, x)
+    assert all(type(logits) is torch.Tensor and not logits.requires_grad for logits in seen.values())
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(logits) for logits in seen.values())
+    assert seen.keys() == expected.keys() and all(torch.equal(seen[layer], expected[layer]) for layer in expected)
+    one_each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    with QKLogits(model, module="layers.{layer}"), pytest.raises(RuntimeError, match=r"QKLogits of '0'.*vmap"):
+        one_each(params, x[:, None])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_under_autocast_are_those_without(dtype):
     """In fp16 the largest became inf, which counts as not known: the heads that needed it most were left alone."""

@@ -122,6 +122,10 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "an lr that is none": ({"lr": math.nan}, r"param_groups\[0\]\['lr'\]: nan"),
     "an lr below zero": ({"lr": -1.0}, r"param_groups\[0\]\['lr'\]: -1"),
     "an lr in words": ({"lr": "fast"}, r"param_groups\[0\]\['lr'\]"),
+    "a tensor lr that is none": ({"lr": torch.tensor(math.nan)}, r"param_groups\[0\]\['lr'\]: nan"),
+    "an infinite tensor lr": ({"lr": torch.tensor(math.inf)}, r"param_groups\[0\]\['lr'\]: inf"),
+    "a tensor lr below zero": ({"lr": torch.tensor(-1.0)}, r"param_groups\[0\]\['lr'\]: -1"),
+    "two lrs": ({"lr": torch.tensor([0.1, 0.2])}, r"param_groups\[0\]\['lr'\]: a tensor of shape \(2,\)"),
     "an infinite decay": ({"weight_decay": math.inf}, r"param_groups\[0\]\['weight_decay'\]: inf"),
     "too much momentum": ({"momentum": 1.5}, r"param_groups\[0\]\['momentum'\]: 1.5"),
     "a factor that is none": ({"extra_scale_factor": math.nan}, r"param_groups\[0\]\['extra_scale_factor'\]: nan"),
@@ -176,6 +180,36 @@ def test_an_optimizer_made_in_inference_mode_steps_outside_it() -> None:
     straight = Muon(other)
     take_step(model, opt)
     take_step(other, straight)
+    assert_same(everything(model, opt), everything(other, straight))
+
+
+def test_a_tensor_lr_that_a_schedule_spoils_is_refused() -> None:
+    model = make_model()
+    opt = Muon(model, lr=torch.tensor(0.01))
+    take_step(model, opt)
+    before = everything(model, opt)
+    lr = opt.param_groups[0]["lr"]
+    lr.fill_(math.nan)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\]: nan"):
+        take_step(model, opt, 1)
+    assert_same(everything(model, opt), before)
+    lr.fill_(0.02)
+    take_step(model, opt, 1)
+    assert opt.param_groups[0]["lr"] is lr, "a schedule still fills it"
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
+def test_state_loaded_in_another_mode_steps_outside_it(around: Any) -> None:
+    model, other = make_model(), make_model()
+    opt, straight = Muon(model), Muon(other)
+    take_step(model, opt)
+    take_step(other, straight)
+    saved = opt.state_dict()
+    with around():
+        opt.load_state_dict(saved)
+    for step in (1, 2):
+        take_step(model, opt, step)
+        take_step(other, straight, step)
     assert_same(everything(model, opt), everything(other, straight))
 
 

@@ -220,11 +220,30 @@ def test_steps_taken_meanwhile_do_not_get_into_a_checkpoint(tmp_path, monkeypatc
     assert same(everything(model, opt), expected)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_cannot_be_written_ends_no_training_loop(tmp_path, wait):
+    """torch's error is no Exception: `except Exception` around a save would let it through."""
+    model, opt = build()
+    (tmp_path / "no folder").write_text("")
+    saved = everything(model, opt)
+
+    def save(folder):
+        pending = save_checkpoint(folder, model, opt, wait=wait)
+        if not wait:
+            pending.result()
+
+    with pytest.raises(CheckpointError, match=r"no folder.step-1: it could not be written: rank 0: .*Error: .*go on"):
+        save(tmp_path / "no folder" / "step-1")
+    assert same(everything(model, opt), saved)
+    save(tmp_path / "step-1")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
 def test_a_background_save_that_could_not_begin_can_be_tried_again(tmp_path, monkeypatch):
     model, opt = build()
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "async_save", lambda *_, **__: (_ for _ in ()).throw(OSError("no such disk")))
-        with pytest.raises(OSError, match="no such disk"):
+        with pytest.raises(CheckpointError, match="could not be written: OSError: no such disk"):
             save_checkpoint(tmp_path / "a", model, opt, wait=False)
     save_checkpoint(tmp_path / "a", model, opt, wait=False).result()
     assert latest_checkpoint(tmp_path) == tmp_path / "a"

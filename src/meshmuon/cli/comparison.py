@@ -160,6 +160,20 @@ class RunLog:
                     found = f"{facts.source} has changed since the run began (sha256)"
                     raise ValueError(message("resume", found=found, do="Restore it, or begin anew with another --out."))
 
+    def check_whole(self, run: str) -> None:
+        """Refuse to sum up a run whose records are gone, though its checkpoint says that it is over.
+
+        Args:
+            run: Its label.
+
+        Raises:
+            ValueError: There are no measurements of it.
+        """
+        kinds = {type(record) for record in self.of(run)}
+        if Started not in kinds or (Finished in kinds and Validated not in kinds):
+            do = "Restore it, or begin anew with another --out."
+            raise ValueError(message(str(self.path), found=f"no measurements of {run}, which is over", do=do))
+
     def rewind(self, run: str, step: int | None) -> None:
         """Forget what a run did after its checkpoint: it will do that again.
 
@@ -250,6 +264,8 @@ def outcomes_of(comparison: Comparison, log: RunLog) -> list[Outcome]:
         One per run.
     """
     over = [config for config in comparison.configs if log.is_over(label_of(config))]
+    for config in over:
+        log.check_whole(label_of(config))
     outcomes = [outcome_of(config, log.of(label_of(config))) for config in over]
     check_same_start(outcomes)
     return outcomes

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshmuon.checks import check_bool, check_word
 from meshmuon.config import Algorithm, Orthogonalizer
 from meshmuon.errors import message, some
-from meshmuon.groups.keys import FOREIGN, KEYS, STRUCTURE, Check, check_values
+from meshmuon.groups.keys import KEYS, STRUCTURE, Check, check_values, foreign_keys
 from meshmuon.groups.unknown import refuse_others_keys, refuse_unknown
 from meshmuon.layout.matrix_view import MatrixView
 from meshmuon.layout.mesh import local
@@ -49,13 +49,14 @@ def complete_group(
     params = named_params(group, where=where)
     algorithm = _algorithm(group, params, where=where)
     keys = KEYS[algorithm]
-    unknown = [key for key in group if key not in (*STRUCTURE, *FOREIGN, *keys)]
+    foreign = foreign_keys(group, algorithm)
+    unknown = [key for key in group if key not in (*STRUCTURE, *foreign, *keys)]
     refuse_others_keys(unknown, algorithm, where=where)
     refuse_unknown(unknown, [*keys, "algorithm", "param_names"], where=where)
     values = {**defaults[algorithm], **{key: group[key] for key in keys if key in group}}
     checked = check_values(values, algorithm, orthogonalizer=orthogonalizer, where=where)
     result: dict[str, Any] = {"params": params, "algorithm": algorithm, **checked}
-    result.update({key: group[key] for key in FOREIGN if key in group})
+    result.update({key: group[key] for key in foreign})
     if algorithm == "adamw":
         _settle_adamw(result, group)
     return result

@@ -76,6 +76,23 @@ KEYS = {"muon": MUON_KEYS, "adamw": ADAMW_KEYS}
 STRUCTURE = ("params", "param_names", "names", "algorithm", "use_muon", "kind", "sharded")
 # Written into groups by torch's schedulers.
 FOREIGN = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+_CYCLED = {"base_momentum", "max_momentum"}
+
+
+def foreign_keys(group: Mapping[str, Any], algorithm: Algorithm) -> tuple[str, ...]:
+    """Give the keys of a group that are somebody else's: those of schedulers, which are kept.
+
+    A scheduler that cycles momentum writes it into every group, also of AdamW, which has none.
+
+    Args:
+        group: The group.
+        algorithm: What it takes.
+
+    Returns:
+        The keys that are there.
+    """
+    cycled = ("momentum",) if algorithm == "adamw" and _CYCLED & group.keys() else ()
+    return tuple(key for key in (*FOREIGN, *cycled) if key in group)
 
 
 def group_defaults(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

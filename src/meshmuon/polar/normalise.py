@@ -29,10 +29,14 @@ def normalised(x: Tensor, *, eps: float) -> Tensor:
     """
     if x.device.type == "cpu":
         norm = _norms(x)
-        least, most = torch.aminmax(norm)
-        if _ORDINARY_NORMS[0] <= least and most <= _ORDINARY_NORMS[1]:
+        ordinary = (_ORDINARY_NORMS[0] <= norm) & (norm <= _ORDINARY_NORMS[1])
+        if ordinary.all():
             return x / norm
-    x = x * power_of_two(x)[0]
+        # Each by itself: a power of two is exact but for subnormal numbers, and the company is not to be seen.
+        factor = torch.where(ordinary, 1.0, power_of_two(x)[0])
+    else:
+        factor = power_of_two(x)[0]
+    x = x * factor
     norm = _norms(x)
     return x.div_(torch.where(norm > 0, norm, eps))
 

@@ -39,6 +39,7 @@ _OPERATIONS: dict[tuple[str, bool], Operations] = {
     ("triton", True): KernelOperations(invariant=True),
 }
 _DEFAULT_WORKSPACE = 2**30
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Numbers of Gram matrices that a thread of a CPU takes at a time: 1 MB in fp32, so that they stay near it.
 _CACHED_NUMBERS = 2**18
 _LARGE = 2**26  # multiplications that are worth the while of several threads: half a millisecond
@@ -71,8 +72,12 @@ def orthogonalize(
         ValueError: If an argument is out of range.
         TypeError: If x is not a floating-point tensor.
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
-        raise TypeError(message("x", found=_kind(x), do="Pass a dense floating-point tensor of shape (..., m, n)"))
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.layout != torch.strided:
+        raise TypeError(
+            message(
+                "x", found=_kind(x), do="Pass a dense floating-point tensor of shape (..., m, n), of 16 bits or more"
+            )
+        )
     if x.ndim < 2:
         raise ValueError(message("x", found=f"{x.ndim}-D", do="Pass matrices: shape (..., m, n)"))
     schedule = schedule_of(coefficients, steps)
@@ -251,11 +256,13 @@ def _svd_polar(x: Tensor, *, eps: float) -> Tensor:
     The rest stays zero, so that zero gives zero and a low rank stays low.
     """
     wide = x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    is_finite = wide.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    wide.masked_fill_(~is_finite, 0.0)  # a decomposition would raise
     u, s, vh = torch.linalg.svd(normalised(wide, eps=eps), full_matrices=False)
     own_error = x.shape[-1] * torch.finfo(torch.float64).eps
     threshold = max(own_error, 2.0 * torch.finfo(x.dtype).eps / x.shape[-2] ** 0.5)
     keep = (s > threshold * s[:, :1]).to(s.dtype)
-    return torch.bmm(u * keep.unsqueeze(-2), vh)
+    return torch.bmm(u * keep.unsqueeze(-2), vh).masked_fill_(~is_finite, torch.nan)
 
 
 def _kind(x: object) -> str:

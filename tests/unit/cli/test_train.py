@@ -380,6 +380,24 @@ def test_a_killed_run_resumes_to_the_same_losses(tmp_path: Path, small_corpus: P
     assert losses_of(forgetful) != losses_of(whole)
 
 
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "another run's"])
+def test_a_run_that_is_over_and_has_lost_its_log_is_not_summed_up(
+    tmp_path: Path, small_corpus: Path, left: str
+) -> None:
+    folder = tmp_path / "run"
+    assert (
+        run("--steps", "2", "--optimizers", "muon", "--corpus", str(small_corpus), "--out", str(folder)).exit_code == 0
+    )
+    log = folder / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").replace("muon-seed0", "muon-seed1")
+    log.unlink()
+    if left != "nothing":
+        log.write_text(lines if left == "another run's" else "", encoding="utf-8")
+    result = run("--resume", str(folder))
+    assert result.exit_code == 2, result.output
+    assert "log.jsonl: no measurements of muon-seed0, which is over. Restore it" in result.stderr
+
+
 @pytest.mark.filterwarnings("ignore::meshmuon.NonFiniteGradientWarning")
 @pytest.mark.parametrize("bad_call", [1, 2])  # the first and the second step's batch
 def test_a_loss_that_is_not_finite_stops_the_run_with_exit_one(

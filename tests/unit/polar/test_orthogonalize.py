@@ -106,6 +106,27 @@ def test_zero_gives_zero_and_empty_gives_empty(form):
         assert orthogonalize(torch.zeros(shape), form=form).shape == shape
 
 
+@pytest.mark.parametrize("form", ["standard", "gram", "svd"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_its_matrix(form, bad):
+    x = torch.randn(3, 16, 24)
+    expected = orthogonalize(x[0::2], form=form)
+    x[1, 2, 3] = bad
+    got = orthogonalize(x, form=form)
+    assert torch.equal(got[0::2], expected)
+    assert got[1].isnan().all()
+
+
+@pytest.mark.parametrize("company", [torch.zeros(16, 16), 1e-30 * torch.randn(16, 16), 1e30 * torch.randn(16, 16)])
+def test_subnormal_numbers_do_not_see_their_company(company):
+    """A power of two takes bits from them, so whether there is one may not depend on other matrices."""
+    x = 100 * torch.randn(16, 16)
+    x[:, ::2] *= 1e-41
+    alone, beside = orthogonalize(x), orthogonalize(torch.stack([x, company]))
+    assert torch.equal(alone, beside[0]) and torch.equal(orthogonalize(company), beside[1])
+    assert (alone[:, ::2] != 0).any(), "they are there"
+
+
 def test_leading_dims_are_batches_and_dtype_and_shape_come_back():
     x = torch.randn(2, 3, 8, 12)
     y = orthogonalize(x)
@@ -177,7 +198,12 @@ def test_auto_takes_the_cheaper_form_and_fp32_on_a_cpu():
 
 @pytest.mark.parametrize(
     ("x", "error"),
-    [(torch.randn(3), ValueError), (torch.ones(2, 2, dtype=torch.int64), TypeError), ([[1.0]], TypeError)],
+    [
+        (torch.randn(3), ValueError),
+        (torch.ones(2, 2, dtype=torch.int64), TypeError),
+        (torch.ones(2, 2).to(torch.float8_e4m3fn), TypeError),
+        ([[1.0]], TypeError),
+    ],
 )
 def test_wrong_inputs_are_refused(x, error):
     with pytest.raises(error, match="x:"):

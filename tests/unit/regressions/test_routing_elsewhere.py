@@ -359,6 +359,26 @@ def test_experts_one_below_the_other_are_orthogonalized_together():
         assert set(routes(Muon(alone)).values()) == {"muon"}
 
 
+# ---- heads that are cut, and short names
+
+
+def test_a_head_cut_by_frequency_is_a_head():
+    """The small matrices before the rare words' are parts of it."""
+    loss = nn.AdaptiveLogSoftmaxWithLoss(8, 40, [10, 20], div_value=2.0)
+    found = routes(Muon(embedded(loss=loss)))
+    assert {name for name, route in found.items() if route == "muon"} == {"hidden.weight"}
+    assert "AdaptiveLogSoftmaxWithLoss" in reasons(Muon(embedded(loss=loss)))["loss.tail.0.1.weight"]
+    assert set(routes(Muon(nn.ModuleList([linear(8), loss]))).values()) == {"muon", "adamw"}
+
+
+def test_a_table_called_emb():
+    """RWKV's name for it, and that of a bare table."""
+    assert route_of(Holder(emb=parameter(40, 8), hidden=linear(8)), "emb") == "adamw"
+    named = {"emb.weight": parameter(40, 8), "blocks.0.att.weight": parameter(8, 8), "member.weight": parameter(8, 8)}
+    found = routes(Muon(named.items()))
+    assert found == {"emb.weight": "adamw", "blocks.0.att.weight": "muon", "member.weight": "muon"}
+
+
 # ---- what errors say
 
 
