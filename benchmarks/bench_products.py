@@ -1,6 +1,6 @@
 """X·Xᵀ by `symmetric_matmul` beside cuBLAS, for one matrix of many sizes and for stacks; time of the device alone.
 
-python -m benchmarks.bench_products [--repeats 5] [--json FILE]
+python -m benchmarks.bench_products [--repeats 5] [--json FILE] [--shapes 1x1024x256 1x1024x4096 ...]
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def compare(shape: tuple[int, int, int], repeats: int) -> tuple[float, float]:
     return ours, theirs
 
 
+def _shape(text: str) -> tuple[int, int, int]:
+    batch, m, k = map(int, text.split("x"))
+    return batch, m, k
+
+
 def _captured(way: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     way()  # compiled, and its tables are there
     graph = torch.cuda.CUDAGraph()
@@ -48,9 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the result to this file")
+    shapes = [*((1, side, side) for side in SIDES), *STACKS]
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=shapes, help="stacks to multiply, batch x m x k")
     arguments = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
-    for shape in [*((1, side, side) for side in SIDES), *STACKS]:
+    for shape in arguments.shapes:
         name = "x".join(map(str, shape))
         ours, theirs = compare(shape, arguments.repeats)
         results[name] = {"ms": ours, "cuBLAS ms": theirs}
