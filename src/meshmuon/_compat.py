@@ -41,12 +41,12 @@ def outside_transforms(tensor: Tensor) -> Tensor | None:
         tensor: Any.
 
     Returns:
-        The plain tensor; None inside `torch.func.vmap`, where it is one of many.
+        The plain tensor; None inside `torch.func.vmap`, where it is one of many, and `functionalize`.
     """
     of_torch: Any = torch._C._functorch
     while of_torch.is_gradtrackingtensor(tensor):
         tensor = of_torch.get_unwrapped(tensor)
-    return None if of_torch.is_batchedtensor(tensor) else tensor
+    return None if of_torch.is_functorch_wrapped_tensor(tensor) else tensor
 
 
 @functools.cache

@@ -185,7 +185,7 @@ class QKLogits(TorchFunctionMode, Mapping[str, Tensor]):
         most = outside_transforms(seen)
         if most is None:
             do = "Collect in a pass without it, or give max_logits what attention gets"
-            raise RuntimeError(message(f"QKLogits of {layer!r}", found="attention inside torch.func.vmap", do=do))
+            raise ValueError(message(f"QKLogits of {layer!r}", found="attention inside torch.func.vmap", do=do))
         before = self._found.get(layer)
         self._found[layer] = most if before is None else torch.maximum(before, most)
 

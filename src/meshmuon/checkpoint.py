@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -52,11 +51,9 @@ def load_checked(
         return {**accepted, "state": {}}  # torch would cast it, and bring it to the device
 
     def restore(_: Optimizer) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # state made in inference mode could not be written outside
-            for group, saved in zip(optimizer.param_groups, accepted["param_groups"], strict=True):
-                for param, key in zip(group["params"], saved["params"], strict=True):
-                    known = accepted["state"].get(key, {})
-                    optimizer.state[param] = adapted_state(known, param, group, on_host=on_host)
+        for group, saved in zip(optimizer.param_groups, accepted["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                optimizer.state[param] = adapted_state(accepted["state"].get(key, {}), param, group, on_host=on_host)
 
     _check_mapping(state_dict)
     # Last before and first after torch's own work, so that a user's hooks see and may change everything.

@@ -35,7 +35,7 @@ class BrokenOptimizerError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A state dict does not fit this optimizer. Nothing was loaded."""
+    """A state dict or a checkpoint does not fit, and nothing was loaded; or a checkpoint could not be written."""
 
 
 def message(subject: str, *, found: str, do: str) -> str:

@@ -191,12 +191,12 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        not_yet = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._last = Signals(proceed=not_yet, unscale=self._unscale())
         ready = self._ready()
         with ready.peers.together(), plain_arithmetic():
             ready.peers.meet()  # before the first exchange of a plan: all ranks must have the same
             logits = ready.heads.read(qk_logits)
-            not_yet = torch.zeros((), dtype=torch.bool, device="cpu")
-            self._last = Signals(proceed=not_yet, unscale=self._unscale())
             verdict = self._agreement.check(
                 logits.told(ready.watch.look(self.param_groups)),
                 peers=ready.peers,
@@ -287,6 +287,8 @@ class Muon(Optimizer):
         with self._ready().whole_state_in(self.state):
             return super().state_dict()
 
+    @torch.inference_mode(False)  # state made there could not be written outside it
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; refused as a whole, by name, if it does not fit.
 

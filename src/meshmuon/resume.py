@@ -33,6 +33,7 @@ from meshmuon.saved_files import (
     check_files,
     check_keys,
     fingerprint,
+    interrupt_in,
     packed_extra,
     read_metadata,
     room_for_extra,
@@ -86,18 +87,19 @@ def save_checkpoint(
     everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
     writer = WholeOrNothing(path)
     if wait:
-        with _written(path), _quiet():
+        with _abandoning(writer), _quiet():
             dcp.save(everything, storage_writer=writer, process_group=process_group)
         return None
-    with _written(path), _quiet():
+    with _abandoning(writer), _quiet():
         future: Any = dcp.async_save(
             everything,
             storage_writer=writer,
             process_group=side_group(process_group),
             async_checkpointer_type=AsyncCheckpointerType.THREAD,
         )
-    _PENDING.append(future)
-    return _told_in_our_words(future, path)
+    told = _told_in_our_words(future, writer)
+    _PENDING.append(told)  # not torch's: only then what could not be finished is cleared away
+    return told
 
 
 def load_checkpoint(
@@ -189,39 +191,30 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, *UNREADABLE) as error:  # torch's is no Exception
+        if (interrupt := interrupt_in(error)) is not None:
+            raise interrupt from error
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=ANOTHER)) from error
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
+def _abandoning(writer: WholeOrNothing) -> Iterator[None]:
     try:
         yield
     except _NOT_WRITTEN as error:
-        raise _not_written(path, error) from error
+        raise writer.abandoned(error) from error
 
 
-def _not_written(path: Path, error: BaseException) -> CheckpointError:
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in failures.items()}
-    told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()) or f"{type(error).__name__}: {error}"
-    do = "Make room, or save to where every rank can write; training can go on"
-    return CheckpointError(message(f"checkpoint {path}", found=f"it could not be written: {told}", do=do))
-
-
-def _told_in_our_words(saving: Any, path: Path) -> Future[Any]:
+def _told_in_our_words(saving: Any, writer: WholeOrNothing) -> Future[Any]:
     """The same future, but for what it raises: torch's error is no Exception, and would end the training loop."""
     told: Future[Any] = Future()
+    told.set_running_or_notify_cancel()  # it is under way: nobody can cancel it
 
     def tell(done: Any) -> None:
-        error = done.exception()
-        if isinstance(error, _NOT_WRITTEN):
-            ours = _not_written(path, error)
-            ours.__cause__ = error
-            told.set_exception(ours)
-        elif error is not None:
+        try:
+            with _abandoning(writer):
+                told.set_result(done.result())
+        except BaseException as error:  # whatever it is, somebody may be waiting
             told.set_exception(error)
-        else:
-            told.set_result(done.result())
 
     saving.add_done_callback(tell)
     return told

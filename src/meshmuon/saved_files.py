@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from meshmuon.errors import CheckpointError, message, some
@@ -34,6 +35,7 @@ class WholeOrNothing(dcp.FileSystemWriter):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._beside = folder.with_name(folder.name + UNFINISHED)
+        self._coordinates = False
         super().__init__(self._beside)
 
     def prepare_global_plan(self, plans: Any) -> Any:
@@ -45,6 +47,7 @@ class WholeOrNothing(dcp.FileSystemWriter):
         Returns:
             The same, completed.
         """
+        self._coordinates = True
         shutil.rmtree(self._beside, ignore_errors=True)
         self._beside.mkdir(parents=True, exist_ok=True)
         return super().prepare_global_plan(plans)
@@ -60,6 +63,40 @@ class WholeOrNothing(dcp.FileSystemWriter):
         # A rank may have written to a disk of its own. What torch 2.11 completes is a copy of the metadata: read it.
         check_files(self._beside, read_metadata(self._beside))
         os.replace(self._beside, self._folder)
+
+    def abandoned(self, error: BaseException) -> BaseException:
+        """Clear away what could not be finished, on the coordinator, once every rank has heard of it.
+
+        Args:
+            error: torch's, which is no Exception, or an OSError.
+
+        Returns:
+            What to raise: an interrupt of any rank as it is, everything else in our words.
+        """
+        if (interrupt := interrupt_in(error)) is not None:
+            return interrupt
+        if self._coordinates:
+            shutil.rmtree(self._beside, ignore_errors=True)
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        causes = {f"rank {rank}: ": cause for rank, (cause, _) in failures.items()} or {"": error}
+        told = some(f"{where}{type(cause).__name__}: {cause}" for where, cause in causes.items())
+        only_files = all(isinstance(cause, OSError) for cause in causes.values())
+        do = "Make room, or save to where every rank can write" if only_files else "Save again once that is mended"
+        found = f"it could not be written: {told}"
+        return CheckpointError(message(f"checkpoint {self._folder}", found=found, do=f"{do}; training can go on"))
+
+
+def interrupt_in(error: BaseException) -> BaseException | None:
+    """Find what is no failure of a checkpoint: Ctrl-C on a rank, which torch hands round like any error.
+
+    Args:
+        error: What torch raised.
+
+    Returns:
+        The first such cause; None if there is none.
+    """
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next((cause for cause, _ in failures.values() if not isinstance(cause, Exception)), None)
 
 
 def packed_extra(groups: list[dict[str, Any]], extra: dict[str, Any]) -> Tensor:

@@ -169,6 +169,7 @@ def foreign_state_of_a_plain_shard():
 
 def interrupted(kind):
     """An exception in AdamW's half of a step: what is raised, and then by state_dict() and the next step."""
+    torch.manual_seed(0)
     params = [torch.randn(8, 16).requires_grad_(), torch.randn(5).requires_grad_()]
     groups = [{"params": params[:1], "algorithm": "muon"}, {"params": params[1:], "algorithm": "adamw"}]
     opt = Muon(groups, grad_sync="optimizer")

@@ -126,7 +126,7 @@ class Gpu:
         """What stands for a loaded kernel."""
         library = compiled(source, text_of(source) if text is None else text, element)
 
-        def bind(blocks: int, threads: int, arguments: Any, *, shared_bytes: int = shared_bytes) -> Any:
+        def bind(blocks: int, threads: int, arguments: Any) -> Any:
             return lambda stream: self.record(library, name, blocks, threads, shared_bytes, arguments)
 
         return SimpleNamespace(bind=bind)
@@ -144,7 +144,7 @@ def emulated(gpu: Gpu, *, texts: dict[str, str] | None = None) -> Iterator[Gpu]:
 
     def few(device: torch.device, dtype: torch.dtype) -> dict[few_tiles.Cut, Any]:
         made = functools.partial(gpu.function, "few_tiles.cu", hopper.DTYPES[dtype], text=texts.get("few_tiles.cu"))
-        return {cut: made(cut.kernel, shared_bytes=few_tiles._ALONE) for cut in few_tiles.CUTS}
+        return {cut: made(cut.kernel, shared_bytes=cut.shared_bytes) for cut in few_tiles.CUTS}
 
     def program(device: torch.device, dtype: torch.dtype) -> Any:
         made = functools.partial(gpu.function, "clusters.cu", hopper.DTYPES[dtype], text=texts.get("clusters.cu"))

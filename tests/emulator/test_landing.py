@@ -50,7 +50,7 @@ def both(products, stacks, params, *, seeds=(0, 1), texts=None, **how):
     padded = tuple(stacks[products[-1].d].shape[1:])
 
     def landed(make, gpu):
-        own, there = [x.clone() for x in stacks], [x.clone(memory_format=torch.preserve_format) for x in params]
+        own = [x.clone() for x in stacks]
         there = [torch.empty_strided(x.shape, x.stride()).copy_(x) for x in params]
         landing = landing_on(there, padded=padded, **how)
         written = clusters.counters(own[0]) if len(products) > 1 else None

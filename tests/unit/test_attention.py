@@ -315,7 +315,7 @@ def test_logits_collected_under_torch_func_are_plain_and_of_vmap_refused():
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(logits) for logits in seen.values())
     assert seen.keys() == expected.keys() and all(torch.equal(seen[layer], expected[layer]) for layer in expected)
     one_each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    with QKLogits(model, module="layers.{layer}"), pytest.raises(RuntimeError, match=r"QKLogits of '0'.*vmap"):
+    with QKLogits(model, module="layers.{layer}"), pytest.raises(ValueError, match=r"QKLogits of '0'.*vmap"):
         one_each(params, x[:, None])
 
 

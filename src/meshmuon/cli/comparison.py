@@ -169,8 +169,7 @@ class RunLog:
         Raises:
             ValueError: There are no measurements of it.
         """
-        kinds = {type(record) for record in self.of(run)}
-        if Started not in kinds or (Finished in kinds and Validated not in kinds):
+        if not any(isinstance(record, Validated) for record in self.of(run)):  # every run begins with one
             do = "Restore it, or begin anew with another --out."
             raise ValueError(message(str(self.path), found=f"no measurements of {run}, which is over", do=do))
 

@@ -179,7 +179,7 @@ class Function:
     Args:
         cubin: Machine code.
         name: Of the kernel in it.
-        shared_bytes: Of dynamic shared memory, at the most.
+        shared_bytes: Of dynamic shared memory.
     """
 
     def __init__(self, cubin: bytes, name: str, *, shared_bytes: int) -> None:
@@ -210,27 +210,18 @@ class Function:
         _succeed(code, "clusters")
         return found.value
 
-    def bind(
-        self,
-        blocks: int,
-        threads: int,
-        arguments: ctypes.Array[ctypes.c_void_p],
-        *,
-        shared_bytes: int | None = None,
-    ) -> Launch:
+    def bind(self, blocks: int, threads: int, arguments: ctypes.Array[ctypes.c_void_p]) -> Launch:
         """Prepare a launch.
 
         Args:
             blocks: How many thread blocks.
             threads: In each.
             arguments: Addresses of its arguments.
-            shared_bytes: Of dynamic shared memory for each block; None: as many as there may be.
 
         Returns:
             What can be launched again and again.
         """
-        taken = self._shared_bytes if shared_bytes is None else shared_bytes
-        return Launch(self._handle, self._device, (blocks, threads, taken), arguments)
+        return Launch(self._handle, self._device, (blocks, threads, self._shared_bytes), arguments)
 
 
 class Launch:

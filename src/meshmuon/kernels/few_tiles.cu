@@ -38,10 +38,13 @@ struct Few {
   Block block[kMostBlocks];
 };
 
-template <int ROWS, int COLS, bool HALVES> struct Tiles {
-  static constexpr bool kSmall = ROWS * COLS == 1;
-  static constexpr int kGroups = kSmall && !HALVES ? 2 : ROWS;
-  static constexpr int kTogether = kSmall && !HALVES ? 2 : 1;  // on a multiprocessor
+// How boxes are taken: as they are, in halves where they are off the diagonal, or with room beside for the next kernel.
+enum How { kAsTheyAre, kInHalves, kBeside };
+
+template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
+  static constexpr bool kSmall = ROWS * COLS == 1, kHalves = HOW == kInHalves;
+  static constexpr int kGroups = kSmall && !kHalves ? 2 : ROWS;
+  static constexpr int kTogether = HOW == kBeside ? 2 : 1;  // on a multiprocessor
   static constexpr int kSlots = 28 / kTogether / (ROWS + COLS);
   static constexpr uint32_t kSlotBytes = (ROWS + COLS) * kBoxBytes;  // of A and of B, or less of C
   typedef RingOf<kSlots, kSlotBytes> Ring;
@@ -53,11 +56,11 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
 
     // A and B are the same numbers.
     __device__ __forceinline__ bool once() const {
-      return (HALVES || few.same) && ROWS == COLS && block.row == block.col;
+      return (kHalves || few.same) && ROWS == COLS && block.row == block.col;
     }
-    __device__ __forceinline__ bool paired() const { return kSmall && !HALVES && block.part == kPair; }
-    __device__ __forceinline__ bool half() const { return HALVES && block.part != kWhole; }
-    __device__ __forceinline__ bool right() const { return HALVES && block.part == kRight; }
+    __device__ __forceinline__ bool paired() const { return kSmall && !kHalves && block.part == kPair; }
+    __device__ __forceinline__ bool half() const { return kHalves && block.part != kWhole; }
+    __device__ __forceinline__ bool right() const { return kHalves && block.part == kRight; }
     __device__ __forceinline__ int first_col() const { return 64 * block.col + (right() ? 32 : 0); }
     // The first box of a group, and where its operands are in a slot.
     __device__ __forceinline__ int row(int group) const {
@@ -243,7 +246,7 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       if (thread == 0) store_half(task);
     }
     __device__ __forceinline__ void compute(const Task& task) {
-      if constexpr (HALVES) {
+      if constexpr (kHalves) {
         if (task.half()) return compute_half(task);
       }
       compute_boxes(task);
@@ -264,7 +267,7 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
       }
       barriers_ready();
       fetch(few.a), fetch(few.b), fetch(few.d);
-      if (HALVES) fetch(few.upright), fetch(few.flat);
+      if (kHalves) fetch(few.upright), fetch(few.flat);
       if (few.added) fetch(few.c);
     }
     let_next_kernel_begin();
@@ -289,8 +292,9 @@ template <int ROWS, int COLS, bool HALVES> struct Tiles {
     extern __shared__ __align__(1024) unsigned char memory[]; \
     Tiles<__VA_ARGS__>::run(few, (uint32_t)__cvta_generic_to_shared(memory)); \
   }
-KERNEL(few_halves, 1, 1, true)
-KERNEL(few_1x1, 1, 1, false)
-KERNEL(few_2x1, 2, 1, false)
-KERNEL(few_3x1, 3, 1, false)
-KERNEL(few_2x2, 2, 2, false)
+KERNEL(few_1x1_halves, 1, 1, kInHalves)
+KERNEL(few_1x1_beside, 1, 1, kBeside)
+KERNEL(few_1x1, 1, 1)
+KERNEL(few_2x1, 2, 1)
+KERNEL(few_3x1, 3, 1)
+KERNEL(few_2x2, 2, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,36 +20,39 @@ from meshmuon.kernels.hopper import load_kernel, why_impossible
 BOX = 64  # side of what a tile consists of
 _BOX_BYTES = BOX * BOX * 2
 _BOXES = 28  # in a multiprocessor's shared memory
-_ALONE = _BOXES * _BOX_BYTES + 512  # for one thread block, barriers included: no other one fits beside it
 MOST_BLOCKS = 144  # as in few_tiles.cu
 
 
 class Cut(NamedTuple):
-    """How large tiles are, in boxes; or, of one box, half of its columns where it is not on the diagonal."""
+    """How large tiles are, in boxes, and what else is said of them.
+
+    Attributes:
+        rows: Boxes from top to bottom.
+        cols: Boxes from left to right.
+        how: "halves": of one box, half of its columns where it is not on the diagonal. "beside": thread blocks of the
+            next launch find room beside those of this one, and get ready there. That is for launches that have one on
+            every multiprocessor: with some to spare the next ones find those, and two of one launch could find
+            themselves on the same.
+    """
 
     rows: int
     cols: int
-    halves: bool = False
+    how: Literal["", "halves", "beside"] = ""
 
     @property
     def kernel(self) -> str:
         """The kernel's name."""
-        return "few_halves" if self.halves else f"few_{self.rows}x{self.cols}"
-
-    @property
-    def together(self) -> int:
-        """How many thread blocks a multiprocessor has room for, if they take no more than they need."""
-        return 2 if self == Cut(1, 1) else 1
+        return f"few_{self.rows}x{self.cols}{self.how and '_' + self.how}"
 
     @property
     def shared_bytes(self) -> int:
-        """What a thread block needs: as many slots of operands as there is room for, with two barriers each."""
-        boxes = self.rows + self.cols
-        return _BOXES // self.together // boxes * (boxes * _BOX_BYTES + 2 * 8)
+        """As many slots of operands as there is room for, with two barriers each."""
+        boxes, blocks = self.rows + self.cols, 2 if self.how == "beside" else 1
+        return _BOXES // blocks // boxes * (boxes * _BOX_BYTES + 2 * 8)
 
 
 # The smaller, the more multiprocessors work on one product, and the less has to arrive before one can be done.
-CUTS = (Cut(1, 1, halves=True), Cut(1, 1), Cut(2, 1), Cut(3, 1), Cut(2, 2))
+CUTS = (Cut(1, 1, "halves"), Cut(1, 1, "beside"), Cut(1, 1), Cut(2, 1), Cut(3, 1), Cut(2, 2))
 
 
 class Part(enum.IntEnum):
@@ -69,27 +72,6 @@ class Block(NamedTuple):
     part: Part = Part.WHOLE
 
 
-class Choice(NamedTuple):
-    """How a product is shared out.
-
-    Attributes:
-        cut: Size of the tiles.
-        blocks: What each thread block does for one matrix.
-        fills: Whether every multiprocessor gets one. Only then may thread blocks of the next launch come beside those
-            of this one, to get ready there. With multiprocessors to spare they find others, and two of one launch
-            could find themselves on the same.
-    """
-
-    cut: Cut
-    blocks: list[Block]
-    fills: bool
-
-    @property
-    def shared_bytes(self) -> int:
-        """What a thread block takes."""
-        return self.cut.shared_bytes if self.fills else _ALONE
-
-
 def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | None:
     """List what each thread block does for one matrix.
 
@@ -105,14 +87,14 @@ def list_blocks(m: int, cut: Cut, *, most: int, same: bool) -> list[Block] | Non
     boxes = -(-m // BOX)
     if cut.rows > 2 and boxes % cut.rows:
         return None  # slower than larger tiles, measured
-    if cut.halves and not same:
+    if cut.how == "halves" and not same:
         return None  # whole boxes on the diagonal would take in two operands, and all others wait for them
     rows = range(0, boxes, cut.rows)
     tiles = [Block(row, col) for row in rows for col in range(0, min(row + cut.rows, boxes), cut.cols)]
-    if cut.halves:
+    if cut.how == "halves":
         tiles = [Block(*tile[:2], part) for tile in tiles for part in _parts(tile)]
     pairs = max(0, len(tiles) - most)
-    pairable = boxes // 2 if same and cut == Cut(1, 1) else 0
+    pairable = boxes // 2 if same and cut.rows * cut.cols == 1 and cut.how != "halves" else 0
     if pairs > pairable:
         return None
     paired = [Block(2 * i, 2 * i + 1, Part.PAIR) for i in range(pairs)]
@@ -124,7 +106,7 @@ def _parts(box: Block) -> tuple[Part, ...]:
     return (Part.WHOLE,) if box.row == box.col else (Part.LEFT, Part.RIGHT)
 
 
-def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> Choice | None:
+def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> tuple[Cut, list[Block]] | None:
     """Choose the smallest tiles of which all have a multiprocessor of their own.
 
     Args:
@@ -134,18 +116,18 @@ def choose_cut(batch: int, m: int, *, same: bool, multiprocessors: int) -> Choic
         multiprocessors: Of the device.
 
     Returns:
-        How the product is shared out; None if there are too many tiles of any size.
+        Their size, and what each thread block does for one matrix; None if there are too many of any size.
     """
     most = min(multiprocessors // batch, MOST_BLOCKS)
     for cut in CUTS:
         blocks = list_blocks(m, cut, most=most, same=same) if most else None
-        if blocks is not None:
-            return Choice(cut, blocks, fills=batch * len(blocks) == multiprocessors)
+        if blocks is not None and (cut.how != "beside" or batch * len(blocks) == multiprocessors):
+            return cut, blocks
     return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(device: torch.device, batch: int, m: int, same: bool) -> Choice | None:
+def _chosen(device: torch.device, batch: int, m: int, same: bool) -> tuple[Cut, list[Block]] | None:
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return choose_cut(batch, m, same=same, multiprocessors=count)
 
@@ -181,7 +163,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[Cut, Function] | 
 
 def _load(device: torch.device, cubin: bytes) -> dict[Cut, Function]:
     with launching_on(device):
-        return {cut: Function(cubin, cut.kernel, shared_bytes=_ALONE) for cut in CUTS}
+        return {cut: Function(cubin, cut.kernel, shared_bytes=cut.shared_bytes) for cut in CUTS}
 
 
 class _Few(ctypes.Structure):
@@ -200,7 +182,7 @@ def _with_boxes(stacks: tuple[Tensor, ...], cut: Cut) -> list[tuple[Tensor, tupl
     """What the copy engine takes boxes of, in the order of few_tiles.cu, and how many rows and columns these have."""
     a, b, c, d = stacks
     whole, flat, upright = (BOX, BOX), (BOX // 2, BOX), (BOX, BOX // 2)
-    if cut.halves:
+    if cut.how == "halves":
         return [(a, whole), (b, flat), (c, whole), (d, whole), (d, upright), (d, flat)]
     return [(stack, whole) for stack in stacks]
 
@@ -219,7 +201,7 @@ class FewLaunch:
         batch, m, k = a.shape
         kernels, chosen = _kernels(a.device, a.dtype), _chosen(a.device, batch, m, b is None)
         assert not isinstance(kernels, str) and chosen is not None, "can_run says whether it can"
-        cut, blocks, _ = chosen
+        cut, blocks = chosen
         self._device = a.device
         memory = ctypes.create_string_buffer(ctypes.sizeof(_Few) + MAP_ALIGNMENT)
         self._few = _Few.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
@@ -233,8 +215,7 @@ class FewLaunch:
         # A group for each row of boxes, or for each of two on the diagonal; and a warp that loads.
         groups = max(cut.rows, *(1 + (block.part is Part.PAIR) for block in blocks))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._few))
-        sizes = (batch * len(blocks), 128 * groups + 32)
-        self._launch: Launch = kernels[cut].bind(*sizes, arguments, shared_bytes=chosen.shared_bytes)
+        self._launch: Launch = kernels[cut].bind(batch * len(blocks), 128 * groups + 32, arguments)
 
     def scaled(self, alpha: float, beta: float, gamma: float) -> None:
         """Launch it on the current stream.

@@ -107,7 +107,7 @@ class Snapshot:
 
 def _is_lr(lr: Any) -> bool:
     if isinstance(lr, Tensor):  # on a GPU its value stays there: nobody waits for it
-        return lr.numel() == 1 and (lr.device.type != "cpu" or 0 <= float(lr) < math.inf)
+        return lr.is_floating_point() and lr.numel() == 1 and (lr.device.type != "cpu" or 0 <= float(lr) < math.inf)
     return isinstance(lr, (int, float)) and 0 <= lr < math.inf
 
 

@@ -95,11 +95,8 @@ def look_ahead(matrices: Sequence[MatrixTensors], inputs: Tensor, rule: Momentum
         grad = read_gradient(item.grad, dtype=math_dtype(item.param), unscale=rule.unscale)
         if rule.l2:
             grad = grad + item.param.to(grad.dtype) * rule.l2
-        buffer_alone = buffer.to(grad.dtype)  # lerp(buf, buf, w) is buf
         if rule.proceed is not None:
-            grad = torch.where(rule.proceed.to(grad.device), grad, buffer_alone)
-        # A gradient that is not finite has come since: it was not used.
-        grad = torch.where(grad.isfinite().all(), grad, buffer_alone)
+            grad = torch.where(rule.proceed.to(grad.device), grad, buffer.to(grad.dtype))  # lerp(buf, buf, w) is buf
         _look_ahead(wanted, grad, buffer, rule)
 
 

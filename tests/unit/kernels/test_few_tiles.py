@@ -38,16 +38,16 @@ def test_every_box_of_the_triangle_is_computed_once(m, cut, same, most):
     blocks = list_blocks(m, cut, most=most, same=same)
     side = -(-m // 64)
     if blocks is None:
-        assert most == 132 or (cut.rows == 3 and side % 3) or (cut.halves and not same)
+        assert most == 132 or (cut.rows == 3 and side % 3) or (cut.how == "halves" and not same)
         return
     found = [half for block in blocks for half in halves_of(block, cut, side)]
     assert sorted(found) == [(row, col, half) for row in range(side) for col in range(row + 1) for half in (0, 1)]
     assert len(blocks) <= most
     assert all(halves_of(block, cut, side) for block in blocks), "everybody has something to do"
     parts = {block.part for block in blocks}
-    if not same or cut != Cut(1, 1) or most == 2000:
+    if not same or cut.rows > 1 or cut.how == "halves" or most == 2000:
         assert Part.PAIR not in parts
-    if cut.halves:
+    if cut.how == "halves":
         assert all((block.part is Part.WHOLE) == (block.row == block.col) for block in blocks)
     else:
         assert not parts & {Part.LEFT, Part.RIGHT}
@@ -56,16 +56,20 @@ def test_every_box_of_the_triangle_is_computed_once(m, cut, same, most):
 def test_the_smallest_tiles_that_have_a_multiprocessor_each():
     def chosen(batch, m, same=True):
         found = choose_cut(batch, m, same=same, multiprocessors=H200)
-        return found and (*found[0][:2], *["halves"][: found[0].halves], len(found[1]))
+        return found and (*filter(None, found[0]), len(found[1]))
 
     assert [chosen(1, m) for m in (64, 256, 512, 704)] == [(1, 1, "halves", count) for count in (1, 16, 64, 121)]
     assert [chosen(1, m) for m in (705, 768, 960)] == [(1, 1, 78), (1, 1, 78), (1, 1, 120)]
-    assert chosen(1, 1024) == (1, 1, 132), "four thread blocks take two boxes on the diagonal each"
+    assert chosen(1, 1024) == (1, 1, "beside", 132), "four thread blocks take two boxes on the diagonal each"
     assert chosen(1, 1024, same=False) == (2, 1, 72), "which have nothing in common where B is not A"
     assert [chosen(1, m) for m in (1025, 1280, 1408)] == [(2, 1, 89), (2, 1, 110), (2, 1, 132)]
     assert [chosen(1, m) for m in (1409, 1536, 1792, 1920)] == [(2, 2, 78), (3, 1, 108), (2, 2, 105), (2, 2, 120)]
     assert chosen(1, 2048) is None, "136 tiles"
-    assert chosen(2, 512) == (1, 1, "halves", 64) and chosen(3, 512) == (1, 1, 36) and chosen(4, 512) == (1, 1, 33)
+    assert (
+        chosen(2, 512) == (1, 1, "halves", 64)
+        and chosen(3, 512) == (1, 1, 36)
+        and chosen(4, 512) == (1, 1, "beside", 33)
+    )
     assert chosen(7, 512) == (2, 2, 10) and chosen(14, 512) is None
     assert chosen(1, 512, same=False) == (1, 1, 36), "whole boxes on the diagonal would take longest"
     assert chosen(H200, 64) == (1, 1, "halves", 1) and chosen(H200 + 1, 64) is None
@@ -93,30 +97,33 @@ def test_arguments_are_laid_out_as_the_kernel_reads_them():
     assert few_tiles._Few.terms.offset == 768 and few_tiles._Few.block.offset == 768 + 16 + 20
     assert ctypes.sizeof(few_tiles._Few) % 64 == 0
     for cut in CUTS:
-        assert f"KERNEL({cut.kernel}, {cut.rows}, {cut.cols}, {str(cut.halves).lower()})" in source
+        how = {"": "", "halves": ", kInHalves", "beside": ", kBeside"}[cut.how]
+        assert f"KERNEL({cut.kernel}, {cut.rows}, {cut.cols}{how})" in source
     assert f"kSlots = {few_tiles._BOXES} / kTogether / (ROWS + COLS);" in source
-    assert "kTogether = kSmall && !HALVES ? 2 : 1;" in source and "kSmall = ROWS * COLS == 1;" in source
+    assert "kTogether = HOW == kBeside ? 2 : 1;" in source
 
 
 def test_shared_memory_holds_whole_slots_with_their_barriers():
     """As few_tiles.cu counts: operands of a step, and two barriers."""
-    slots = {"few_halves": 14, "few_1x1": 7, "few_2x1": 9, "few_3x1": 7, "few_2x2": 7}
-    held = {"few_halves": 2, "few_1x1": 2, "few_2x1": 3, "few_3x1": 4, "few_2x2": 4}
+    slots = {"few_1x1_halves": 14, "few_1x1_beside": 7, "few_1x1": 14, "few_2x1": 9, "few_3x1": 7, "few_2x2": 7}
     for cut in CUTS:
-        assert cut.shared_bytes == slots[cut.kernel] * (held[cut.kernel] * 64 * 64 * 2 + 16)
-        assert cut.shared_bytes <= few_tiles._ALONE <= 227 * 1024, "what Hopper gives to a thread block"
-        taken = cut.together * (cut.shared_bytes + 1024)  # of each, a kilobyte is the system's
-        assert taken <= 228 * 1024, "what a multiprocessor has"
-    assert [cut.kernel for cut in CUTS if cut.together == 2] == ["few_1x1"]
+        assert cut.shared_bytes == slots[cut.kernel] * ((cut.rows + cut.cols) * 64 * 64 * 2 + 16)
+        assert cut.shared_bytes <= 227 * 1024, "what Hopper gives to a thread block"
+        room = 228 * 1024 // (cut.shared_bytes + 1024)  # of each, a kilobyte is the system's
+        assert room == (2 if cut.how == "beside" else 1), "on a multiprocessor"
 
 
 def test_two_launches_share_a_multiprocessor_only_where_each_has_a_block_on_all():
     """With some to spare, blocks of the next launch find those; and two of one launch would find themselves on one."""
-    half = Cut(1, 1).shared_bytes
-    for batch, m, taken in ((1, 1024, half), (2, 700, half), (1, 960, few_tiles._ALONE), (1, 512, few_tiles._ALONE)):
-        chosen = choose_cut(batch, m, same=True, multiprocessors=H200)
-        assert chosen.shared_bytes == taken and chosen.fills == (batch * len(chosen.blocks) == H200)
-        assert 2 * (few_tiles._ALONE + 1024) > 228 * 1024 >= 2 * (half + 1024)
+    for batch in range(1, 8):
+        for m in range(64, 1100, 64):
+            found = choose_cut(batch, m, same=True, multiprocessors=H200)
+            if found is not None and found[0].rows * found[0].cols == 1:
+                assert (found[0].how == "beside") == (batch * len(found[1]) == H200)
+    assert (
+        choose_cut(1, 1024, same=True, multiprocessors=H200)[0]
+        == choose_cut(2, 700, same=True, multiprocessors=H200)[0]
+    )
 
 
 def test_a_larger_device_has_no_more_blocks_than_the_arguments_hold():
@@ -132,8 +139,8 @@ class Kernel:
     def __init__(self):
         self.bound, self.launched = [], []
 
-    def bind(self, blocks, threads, arguments, *, shared_bytes):
-        self.bound.append((blocks, threads, arguments, shared_bytes))
+    def bind(self, blocks, threads, arguments):
+        self.bound.append((blocks, threads, arguments))
         return self.launched.append
 
 
@@ -157,8 +164,8 @@ def kernels_by_hand(*, described=None):
 @pytest.mark.parametrize(
     ("batch", "m", "cut", "groups"),
     [
-        (1, 256, Cut(1, 1, halves=True), 1),
-        (1, 1024, Cut(1, 1), 2),
+        (1, 256, Cut(1, 1, "halves"), 1),
+        (1, 1024, Cut(1, 1, "beside"), 2),
         (3, 512, Cut(1, 1), 1),
         (1, 1408, Cut(2, 1), 2),
         (1, 1536, Cut(3, 1), 3),
@@ -172,16 +179,15 @@ def test_a_launch_is_told_all_it_needs(batch, m, cut, groups, added):
     with kernels_by_hand(described=described) as kernels:
         launch = few_tiles.FewLaunch(a, None, c, d)
         launch.scaled(1.5, -2.5, 3.0)
-    ((blocks, threads, arguments, shared_bytes),) = kernels[cut].bound
+    ((blocks, threads, arguments),) = kernels[cut].bound
     assert kernels[cut].launched == [7] and not any(k.bound for other, k in kernels.items() if other != cut)
-    chosen = choose_cut(batch, m, same=True, multiprocessors=H200)
-    wanted = chosen.blocks
-    assert blocks == batch * len(wanted) and threads == 128 * groups + 32 and shared_bytes == chosen.shared_bytes
+    wanted = choose_cut(batch, m, same=True, multiprocessors=H200)[1]
+    assert blocks == batch * len(wanted) and threads == 128 * groups + 32
     few, address = launch._few, ctypes.addressof(launch._few)
     assert arguments[0] == address and address % 64 == 0
     whole, flat, upright = (64, 64), (32, 64), (64, 32)
-    expected = [(a, whole), (a, flat if cut.halves else whole), (c if added else d, whole), (d, whole)]
-    expected += [(d, upright), (d, flat)] if cut.halves else []
+    expected = [(a, whole), (a, flat if cut.how == "halves" else whole), (c if added else d, whole), (d, whole)]
+    expected += [(d, upright), (d, flat)] if cut.how == "halves" else []
     for i, ((x, at, box), (y, wanted_box)) in enumerate(zip(described, expected, strict=True)):
         assert x is y and at - address == 128 * i and box == wanted_box
     assert (few.rows, few.steps, few.blocks, few.same, few.added) == (m, 4, len(wanted), 1, added)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshmuon.kernels import cuda, hopper
+from meshmuon.kernels import cuda, few_tiles, hopper
 
 NVRTC = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cu13")
 pytestmark = pytest.mark.skipif(not NVRTC, reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
@@ -44,8 +44,8 @@ def test_few_tiles_spill_nothing_and_leave_room_for_two(element):
     assert code.cubin and not code.slow
     names, registers = re.findall(r"entry function '(\w+)'", log), re.findall(r"Used (\d+) registers", log)
     used = dict(zip(names, map(int, registers), strict=True))
-    assert set(used) == {"few_halves", "few_1x1", "few_2x1", "few_3x1", "few_2x2"}
-    assert 2 * (2 * 128 + 32) * used["few_1x1"] <= 65536 and 2 * (128 + 32) * used["few_halves"] <= 65536
+    assert set(used) == {cut.kernel for cut in few_tiles.CUTS}
+    assert 2 * (2 * 128 + 32) * used["few_1x1_beside"] <= 65536
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}
 
 
