@@ -176,6 +176,7 @@ def _matrix() -> tuple[str, nn.Parameter]:
         ({"algorithm": "adamw", "betas": (1.0, 0.9)}, ValueError, r"\['betas'\]"),
         ({"algorithm": "adamw", "momentum": 0.9}, TypeError, "no hyper-parameter of adamw"),
         ({"algorithm": "adamw", "momentum": 0.9, "initial_lr": 0.1}, TypeError, "no hyper-parameter of adamw"),
+        ({"algorithm": "muon", "betas": (0.9, 0.9), "max_momentum": 0.9}, TypeError, "no hyper-parameter of muon"),
         ({"maximize": True}, TypeError, "'maximize': not supported"),
         ({"momentun": 0.9}, TypeError, "Did you mean 'momentum'"),
         ({"params": [("fc1.weight", nn.Parameter(torch.rand(3, 4)))]}, ValueError, "'fc1.weight'.*already"),

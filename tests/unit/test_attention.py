@@ -7,6 +7,7 @@ import torch
 from tests.unit.attention_models import KINDS, Layers, Separate, inputs, logits_of, make_model
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -314,6 +315,9 @@ def test_logits_collected_under_torch_func_are_plain_and_of_vmap_refused():
     assert all(type(logits) is torch.Tensor and not logits.requires_grad for logits in seen.values())
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(logits) for logits in seen.values())
     assert seen.keys() == expected.keys() and all(torch.equal(seen[layer], expected[layer]) for layer in expected)
+    with sdpa_kernel(SDPBackend.MATH), QKLogits(model, module="layers.{layer}") as twice:
+        torch.func.grad(lambda x: torch.func.grad(loss)(params, x)["layers.0.q_proj.weight"].sum())(x)
+    assert len(twice) and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, twice.values()))
     one_each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     with QKLogits(model, module="layers.{layer}"), pytest.raises(ValueError, match=r"QKLogits of '0'.*vmap"):
         one_each(params, x[:, None])

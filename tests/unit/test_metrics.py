@@ -1,6 +1,7 @@
 """opt.metrics(): each number against what the step really did."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from meshmuon import Muon, View, scale_factor
 from meshmuon.errors import NonFiniteGradientError
+from meshmuon.exchange import agreement
 
 
 def rms(tensors):
@@ -166,6 +168,43 @@ def test_after_a_skipped_step_directions_are_those_of_momentum(scale, policy):
         param.grad = kept[name]
     opt.step()
     assert opt.metrics()["muon/orthogonality_error"] != expected["muon/orthogonality_error"], "gradients count again"
+
+
+@pytest.mark.filterwarnings("ignore::meshmuon.errors.NonFiniteGradientWarning")
+@pytest.mark.parametrize("mode", ["decoupled", "l2"])
+def test_the_same_where_the_device_decides(mode):
+    """As on a GPU: the host goes on, and a flag says later that the step was not taken."""
+    param = nn.Parameter(torch.randn(8, 12))
+    opt = Muon([("w", param)], lr=0.1, weight_decay_mode=mode, weight_decay=0.5)
+    param.grad = torch.randn(8, 12)
+    opt.step()
+    param.grad = None
+    expected = opt.metrics()
+    with mock.patch.object(agreement, "_is_host", return_value=False):
+        param.grad = torch.randn(8, 12)
+        param.grad[0, 0] = torch.inf
+        opt.step()
+        found = opt.metrics()
+        for key in ("muon/update_rms", "muon/orthogonality_error", "muon/momentum_norm"):
+            assert found[key] == expected[key]
+        param.grad = torch.randn(8, 12)
+        opt.step()
+    assert opt.metrics()["muon/orthogonality_error"] != expected["muon/orthogonality_error"]
+
+
+def test_a_step_that_was_refused_before_it_began_counts_no_gradients():
+    param = nn.Parameter(torch.randn(8, 12))
+    opt = Muon([("w", param)], lr=0.1)
+    param.grad = torch.randn(8, 12)
+    opt.step()
+    param.grad = None
+    expected = opt.metrics()
+    param.grad = torch.randn(8, 12)
+    opt.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="'lr'"):
+        opt.step()
+    opt.param_groups[0]["lr"] = 0.1
+    assert opt.metrics()["muon/orthogonality_error"] == expected["muon/orthogonality_error"]
 
 
 @pytest.mark.parametrize("size", [1e-28, 1e25])

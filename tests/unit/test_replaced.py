@@ -125,6 +125,8 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor lr that is none": ({"lr": torch.tensor(math.nan)}, r"param_groups\[0\]\['lr'\]: nan"),
     "an infinite tensor lr": ({"lr": torch.tensor(math.inf)}, r"param_groups\[0\]\['lr'\]: inf"),
     "a tensor lr below zero": ({"lr": torch.tensor(-1.0)}, r"param_groups\[0\]\['lr'\]: -1"),
+    "a whole tensor lr": ({"lr": torch.tensor(1)}, r"param_groups\[0\]\['lr'\]: a torch.int64 tensor"),
+    "a complex tensor lr": ({"lr": torch.tensor(1j)}, r"param_groups\[0\]\['lr'\]: a torch.complex64 tensor"),
     "two lrs": ({"lr": torch.tensor([0.1, 0.2])}, r"param_groups\[0\]\['lr'\]: a tensor of shape \(2,\)"),
     "an infinite decay": ({"weight_decay": math.inf}, r"param_groups\[0\]\['weight_decay'\]: inf"),
     "too much momentum": ({"momentum": 1.5}, r"param_groups\[0\]\['momentum'\]: 1.5"),
@@ -199,14 +201,20 @@ def test_a_tensor_lr_that_a_schedule_spoils_is_refused() -> None:
 
 
 @pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
-def test_state_loaded_in_another_mode_steps_outside_it(around: Any) -> None:
+@pytest.mark.parametrize("settings", [{}, {"grad_sync": "optimizer"}, {"lr": torch.tensor(0.01)}], ids=str)
+def test_state_loaded_in_another_mode_steps_outside_it(around: Any, settings: dict[str, Any]) -> None:
     model, other = make_model(), make_model()
-    opt, straight = Muon(model), Muon(other)
+    opt, straight = Muon(model, **settings), Muon(other, **settings)
     take_step(model, opt)
     take_step(other, straight)
     saved = opt.state_dict()
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = float(state["step"])  # as some write it
     with around():
         opt.load_state_dict(saved)
+    if "lr" in settings:
+        opt.param_groups[0]["lr"].mul_(1.0)  # as a schedule does
     for step in (1, 2):
         take_step(model, opt, step)
         take_step(other, straight, step)

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from meshmuon import CheckpointError, Muon, checkpoint_extra, latest_checkpoint, load_checkpoint, save_checkpoint
+from meshmuon.saved_files import WholeOrNothing
 
 # Said by the thread that writes with wait=False, where a warning cannot be kept back for that call alone.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -237,6 +238,74 @@ def test_what_cannot_be_written_ends_no_training_loop(tmp_path, wait):
     assert same(everything(model, opt), saved)
     save(tmp_path / "step-1")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_interrupt_while_saving_stays_one(tmp_path, monkeypatch, wait):
+    """torch hands it round like any error; as an Exception it would be logged, and training go on."""
+    model, opt = build()
+
+    def interrupted(self, metadata, results):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshmuon.saved_files.WholeOrNothing.finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            (save_checkpoint(tmp_path / "a", model, opt, wait=wait) or Done()).result()
+    (save_checkpoint(tmp_path / "b", model, opt, wait=wait) or Done()).result()
+    patched = mock.patch("meshmuon.resume.unpacked_extra", side_effect=KeyboardInterrupt)
+    with patched, pytest.raises(KeyboardInterrupt):
+        load_checkpoint(tmp_path / "b", model, opt)
+
+
+class Done:
+    """What a save that waited would have given."""
+
+    def result(self):
+        return None
+
+
+def test_a_failed_save_leaves_nothing_behind_and_tells_of_what_it_was(tmp_path, monkeypatch):
+    model, opt = build()
+
+    def fails(self, metadata, results):
+        raise ValueError("of another kind")
+
+    monkeypatch.setattr("meshmuon.saved_files.WholeOrNothing.finish", fails)
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match=r"rank 0: ValueError: of another kind\. Save again once") as caught:
+            (save_checkpoint(tmp_path / "a", model, opt, wait=wait) or Done()).result()
+        assert caught.value.__cause__ is not None
+        assert not any(tmp_path.iterdir()), "a full disk would stay full"
+
+
+def test_a_background_save_cannot_be_cancelled_and_always_answers(tmp_path, monkeypatch):
+    model, opt = build()
+    may_end = threading.Event()
+    finish = WholeOrNothing.finish
+
+    def slow(self, metadata, results):
+        may_end.wait(60)
+        finish(self, metadata, results)
+
+    class Silent(OSError):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def speechless(self, metadata, results):
+        raise Silent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeOrNothing, "finish", slow)
+        pending = save_checkpoint(tmp_path / "a", model, opt, wait=False)
+        assert pending.running() and not pending.cancel()
+        may_end.set()
+        pending.result(60)
+        assert pending.done() and latest_checkpoint(tmp_path) == tmp_path / "a"
+    monkeypatch.setattr(WholeOrNothing, "finish", speechless)
+    pending = save_checkpoint(tmp_path / "b", model, opt, wait=False)
+    with pytest.raises(RuntimeError, match="no words"):
+        pending.result(60)
 
 
 def test_a_background_save_that_could_not_begin_can_be_tried_again(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from benchmarks.numerics import DTYPES, FORMS, measure, spectra
 
 from meshmuon import Muon, Orthogonalizer, orthogonalize
+from meshmuon.polar import orthogonalize as entry
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.gram import choose_restarts, gram_newton_schulz
 from meshmuon.polar.operations import TorchOperations
@@ -115,6 +116,15 @@ def test_what_is_not_finite_stays_with_its_matrix(form, bad):
     got = orthogonalize(x, form=form)
     assert torch.equal(got[0::2], expected)
     assert got[1].isnan().all()
+
+
+def test_one_decomposition_of_a_whole_batch_loses_one_matrix_alone():
+    """As on a GPU; a CPU decomposes them one by one."""
+    x = torch.randn(3, 16, 24)
+    expected = entry._svd_polar(x, eps=1e-7)
+    x[1, 2, 3] = torch.nan
+    got = entry._svd_polar(x, eps=1e-7)
+    assert torch.equal(got[0::2], expected[0::2]) and got[1].isnan().all()
 
 
 @pytest.mark.parametrize("company", [torch.zeros(16, 16), 1e-30 * torch.randn(16, 16), 1e30 * torch.randn(16, 16)])
