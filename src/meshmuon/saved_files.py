@@ -65,7 +65,9 @@ class WholeOrNothing(dcp.FileSystemWriter):
         os.replace(self._beside, self._folder)
 
     def abandoned(self, error: BaseException) -> BaseException:
-        """Clear away what could not be finished, on the coordinator, once every rank has heard of it.
+        """Clear away what could not be finished, on the coordinator, where every rank has said so.
+
+        What a rank that was lost has begun stays: others may still be writing.
 
         Args:
             error: torch's, which is no Exception, or an OSError.
@@ -75,12 +77,12 @@ class WholeOrNothing(dcp.FileSystemWriter):
         """
         if (interrupt := interrupt_in(error)) is not None:
             return interrupt
-        if self._coordinates:
-            shutil.rmtree(self._beside, ignore_errors=True)
         failures = error.failures if isinstance(error, CheckpointException) else {}
         causes = {f"rank {rank}: ": cause for rank, (cause, _) in failures.items()} or {"": error}
         told = some(f"{where}{type(cause).__name__}: {cause}" for where, cause in causes.items())
         only_files = all(isinstance(cause, OSError) for cause in causes.values())
+        if only_files and self._coordinates:
+            shutil.rmtree(self._beside, ignore_errors=True)
         do = "Make room, or save to where every rank can write" if only_files else "Save again once that is mended"
         found = f"it could not be written: {told}"
         return CheckpointError(message(f"checkpoint {self._folder}", found=found, do=f"{do}; training can go on"))

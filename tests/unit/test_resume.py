@@ -3,6 +3,7 @@
 import copy
 import enum
 import pickle
+import re
 import threading
 import warnings
 from unittest import mock
@@ -265,18 +266,19 @@ class Done:
         return None
 
 
-def test_a_failed_save_leaves_nothing_behind_and_tells_of_what_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(OSError("disk full"), "OSError: disk full. Make room"), (ValueError("x"), "x. Save again once")],
+)
+def test_a_disk_that_is_full_does_not_stay_full(tmp_path, monkeypatch, wait, error, words):
+    """What could not be finished goes; but not where a rank may have been lost, and others still write."""
     model, opt = build()
-
-    def fails(self, metadata, results):
-        raise ValueError("of another kind")
-
-    monkeypatch.setattr("meshmuon.saved_files.WholeOrNothing.finish", fails)
-    for wait in (True, False):
-        with pytest.raises(CheckpointError, match=r"rank 0: ValueError: of another kind\. Save again once") as caught:
-            (save_checkpoint(tmp_path / "a", model, opt, wait=wait) or Done()).result()
-        assert caught.value.__cause__ is not None
-        assert not any(tmp_path.iterdir()), "a full disk would stay full"
+    monkeypatch.setattr(WholeOrNothing, "finish", mock.Mock(side_effect=error))
+    with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
+        (save_checkpoint(tmp_path / "a", model, opt, wait=wait) or Done()).result()
+    assert "rank 0: " in str(caught.value) and caught.value.__cause__ is not None
+    assert [path.name for path in tmp_path.iterdir()] == [[], ["a.unfinished"]][isinstance(error, ValueError)]
 
 
 def test_a_background_save_cannot_be_cancelled_and_always_answers(tmp_path, monkeypatch):
