@@ -25,7 +25,7 @@ FEW = {
     "gives a slot back while it is read": ("products_wait<1>();", ""),
     "takes sums before they are there": ("products_wait<0>();", ""),
     "adds what has not come": ("if constexpr (ADDED > 0) ring.wait_full();", ""),
-    "overwrites C while others read it": ("sync();  // nobody needs the ring any more", ""),
+    "overwrites C while others read it": ("meet_groups(task);  // nobody needs the ring any more", ""),
     "hides from the copy engine what it stages": ("show_copy_engine();", ""),
     "stores before all have staged": ("show_copy_engine();\n      sync();", "show_copy_engine();"),
     "leaves while its stores are read": ("stores_read();", ""),

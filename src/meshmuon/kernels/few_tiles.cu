@@ -149,14 +149,19 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       release(previous);
     }
 
-    template <int ADDED>
-    __device__ __forceinline__ void round_boxes(float (&sums)[64], Rounded (&out)[1], const Task& task) const {
+    // A tile of halves is off the diagonal, and takes its columns of all of a box of C.
+    template <int COLUMNS, int ADDED>
+    __device__ __forceinline__ void round_tile(float (&sums)[64], Rounded (&out)[1], const Task& task) const {
       const Terms terms[1] = {task.few.terms};
       if constexpr (ADDED > 0) ring.wait_full();
       const uint32_t slots[2] = {ring.here() + number * COLS * kBoxBytes, 0};
-      const int row = 64 * task.row(number), col = 64 * task.col(number);
-      round<0, 1, ADDED>(sums, out, terms, slots, row, col);
-      if constexpr (COLS > 1) round<1, 1, ADDED>(sums, out, terms, slots, row, col);
+      if constexpr (COLUMNS == 32) {
+        round<0, 1, ADDED, 8>(sums, out, terms, slots, 64, 0, task.right() ? 4 : 0);
+      } else {
+        const int row = 64 * task.row(number), col = 64 * task.col(number);
+        round<0, 1, ADDED>(sums, out, terms, slots, row, col);
+        if constexpr (COLS > 1) round<1, 1, ADDED>(sums, out, terms, slots, row, col);
+      }
     }
 
     // A box and its mirror image.
@@ -179,32 +184,7 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
         store(task.few.d, staged(side), col, row, task.matrix);
         if (row != col) store(task.few.d, staged(side) + kBoxBytes, row, col, task.matrix);
       }
-      stores_commit();
-      stores_read();  // shared memory has to be there until then
     }
-
-    __device__ __forceinline__ void compute_boxes(const Task& task) {
-      float sums[64];
-      accumulate<64 * COLS>(sums, task);
-      Rounded out[1];
-      if (task.few.added) {
-        round_boxes<1>(sums, out, task);
-      } else {
-        round_boxes<0>(sums, out, task);
-      }
-      // Nobody needs the ring any more.
-      if constexpr (kGroups == 1) {
-        sync();
-      } else {
-        threads_sync(1 + kGroups, 128 * task.groups());
-      }
-      put_box<0>(out[0], task);
-      if constexpr (COLS > 1) put_box<1>(out[0], task);
-      show_copy_engine();
-      sync();
-      if (thread == 0) store_boxes(task);
-    }
-
     // Half a box in rows of 64 bytes, swizzled as the copy engine does those, and its mirror image in 32 rows of 128 bytes.
     __device__ __forceinline__ void put_half(const Rounded& out) const {
       const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
@@ -220,36 +200,41 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       const int row = 64 * task.row(0), col = task.first_col();
       store(task.few.upright, staged(0), col, row, task.matrix);
       store(task.few.flat, staged(0) + kBoxBytes, row, col, task.matrix);
-      stores_commit();
-      stores_read();
     }
-    template <int ADDED>
-    __device__ __forceinline__ void round_half(float (&sums)[64], Rounded (&out)[1], const Task& task) const {
-      const Terms terms[1] = {task.few.terms};
-      if constexpr (ADDED > 0) ring.wait_full();
-      const uint32_t slots[2] = {ring.here(), 0};  // all of a box of C
-      round<0, 1, ADDED, 8>(sums, out, terms, slots, 64, 0, task.right() ? 4 : 0);  // wherever it is, off the diagonal
+
+    __device__ __forceinline__ void meet_groups(const Task& task) const {
+      if constexpr (kGroups == 1) {
+        sync();
+      } else {
+        threads_sync(1 + kGroups, 128 * task.groups());
+      }
     }
-    __device__ __forceinline__ void compute_half(const Task& task) {
+    template <int COLUMNS> __device__ __forceinline__ void compute(const Task& task) {
       float sums[64];
-      accumulate<32>(sums, task);
+      accumulate<COLUMNS>(sums, task);
       Rounded out[1];
       if (task.few.added) {
-        round_half<1>(sums, out, task);
+        round_tile<COLUMNS, 1>(sums, out, task);
       } else {
-        round_half<0>(sums, out, task);
+        round_tile<COLUMNS, 0>(sums, out, task);
       }
-      sync();  // nobody needs the ring any more
-      put_half(out[0]);
+      meet_groups(task);  // nobody needs the ring any more
+      if constexpr (COLUMNS == 32) {
+        put_half(out[0]);
+      } else {
+        put_box<0>(out[0], task);
+        if constexpr (COLS > 1) put_box<1>(out[0], task);
+      }
       show_copy_engine();
       sync();
-      if (thread == 0) store_half(task);
-    }
-    __device__ __forceinline__ void compute(const Task& task) {
-      if constexpr (kHalves) {
-        if (task.half()) return compute_half(task);
+      if (thread > 0) return;
+      if constexpr (COLUMNS == 32) {
+        store_half(task);
+      } else {
+        store_boxes(task);
       }
-      compute_boxes(task);
+      stores_commit();
+      stores_read();  // shared memory has to be there until then
     }
   };
 
@@ -281,7 +266,11 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       group.barrier = 1 + role;
       group.ring = ring;
       group.number = role;
-      group.compute(task);
+      if (kHalves && task.half()) {
+        group.template compute<32>(task);
+      } else {
+        group.template compute<64 * COLS>(task);
+      }
     }
   }
 };
