@@ -10,7 +10,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from meshmuon.saved_files import (
 # Saves that are being written while training goes on. The next one waits: two at a time on one group would meet each
 # other's collectives in another order on each rank.
 _PENDING: list[Any] = []
-_NOT_WRITTEN = (CheckpointException, OSError)
 
 
 def save_checkpoint(
@@ -87,17 +85,17 @@ def save_checkpoint(
     everything = {"model": model_state, "state": optimizer_state["state"], "extra": packed[0]}
     writer = WholeOrNothing(path)
     if wait:
-        with _abandoning(writer), _quiet():
+        with writer.abandoning(), _quiet():
             dcp.save(everything, storage_writer=writer, process_group=process_group)
         return None
-    with _abandoning(writer), _quiet():
+    with writer.abandoning(), _quiet():
         future: Any = dcp.async_save(
             everything,
             storage_writer=writer,
             process_group=side_group(process_group),
             async_checkpointer_type=AsyncCheckpointerType.THREAD,
         )
-    told = _told_in_our_words(future, writer)
+    told = writer.told_by(future)
     _PENDING.append(told)  # not torch's: only then what could not be finished is cleared away
     return told
 
@@ -194,30 +192,6 @@ def _readable(path: Path) -> Iterator[None]:
         if (interrupt := interrupt_in(error)) is not None:
             raise interrupt from error
         raise CheckpointError(message(f"checkpoint {path}", found=str(error), do=ANOTHER)) from error
-
-
-@contextlib.contextmanager
-def _abandoning(writer: WholeOrNothing) -> Iterator[None]:
-    try:
-        yield
-    except _NOT_WRITTEN as error:
-        raise writer.abandoned(error) from error
-
-
-def _told_in_our_words(saving: Any, writer: WholeOrNothing) -> Future[Any]:
-    """The same future, but for what it raises: torch's error is no Exception, and would end the training loop."""
-    told: Future[Any] = Future()
-    told.set_running_or_notify_cancel()  # it is under way: nobody can cancel it
-
-    def tell(done: Any) -> None:
-        try:
-            with _abandoning(writer):
-                told.set_result(done.result())
-        except BaseException as error:  # whatever it is, somebody may be waiting
-            told.set_exception(error)
-
-    saving.add_done_callback(tell)
-    return told
 
 
 @contextlib.contextmanager

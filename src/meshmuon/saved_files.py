@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import pickle
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +67,44 @@ class WholeOrNothing(dcp.FileSystemWriter):
         check_files(self._beside, read_metadata(self._beside))
         os.replace(self._beside, self._folder)
 
-    def abandoned(self, error: BaseException) -> BaseException:
+    @contextlib.contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Have what goes wrong told in our words: torch's error is no Exception, and would end a training loop.
+
+        Raises:
+            CheckpointError: Says what went wrong on which ranks. An interrupt of any rank stays one.
+        """
+        try:
+            yield
+        except (CheckpointException, OSError) as error:
+            raise self._abandoned(error) from error
+
+    def told_by(self, saving: Any) -> Future[Any]:
+        """Follow a save that is written while training goes on.
+
+        Args:
+            saving: torch's future.
+
+        Returns:
+            The same, but for what it raises; it is done when everything is cleared away, and nobody can cancel it.
+        """
+        told: Future[Any] = Future()
+        told.set_running_or_notify_cancel()
+
+        def tell(done: Any) -> None:
+            try:
+                with self.abandoning():
+                    told.set_result(done.result())
+            except BaseException as error:  # whatever it is, somebody may be waiting
+                told.set_exception(error)
+
+        saving.add_done_callback(tell)
+        return told
+
+    def _abandoned(self, error: BaseException) -> BaseException:
         """Clear away what could not be finished, on the coordinator, where every rank has said so.
 
         What a rank that was lost has begun stays: others may still be writing.
-
-        Args:
-            error: torch's, which is no Exception, or an OSError.
-
-        Returns:
-            What to raise: an interrupt of any rank as it is, everything else in our words.
         """
         if (interrupt := interrupt_in(error)) is not None:
             return interrupt
