@@ -5,6 +5,7 @@ import enum
 import pickle
 import re
 import threading
+import time
 import warnings
 from unittest import mock
 
@@ -308,6 +309,30 @@ def test_a_background_save_cannot_be_cancelled_and_always_answers(tmp_path, monk
     pending = save_checkpoint(tmp_path / "b", model, opt, wait=False)
     with pytest.raises(RuntimeError, match="no words"):
         pending.result(60)
+
+
+def test_the_next_save_waits_until_a_failed_one_is_cleared_away(tmp_path, monkeypatch):
+    """It has the same name: what it writes may not be taken for what is left of the first."""
+    model, opt = build()
+    clear, begun = WholeOrNothing._abandoned, threading.Event()
+
+    def fails(self, plans):
+        begun.set()
+        raise OSError("disk full")
+
+    def slowly(self, error):
+        time.sleep(0.5)
+        return clear(self, error)
+
+    monkeypatch.setattr(WholeOrNothing, "_abandoned", slowly)
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeOrNothing, "prepare_global_plan", fails)
+        pending = save_checkpoint(tmp_path / "a", model, opt, wait=False)
+        assert begun.wait(60)
+    save_checkpoint(tmp_path / "a", model, opt)
+    assert pending.done() and latest_checkpoint(tmp_path) == tmp_path / "a"
+    with pytest.raises(CheckpointError, match="disk full"):
+        pending.result()
 
 
 def test_a_background_save_that_could_not_begin_can_be_tried_again(tmp_path, monkeypatch):
