@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from meshmuon.kernels.problems import CHECKS, FEW
 
 _ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
 _RARE = ("measure", FEW)  # for what came over a wire; for single matrices that no program takes
+_thread = threading.local()  # `checking`: what runs in it runs to be compared
 
 
 @functools.cache
@@ -66,6 +68,21 @@ def check_alone(name: str, device: torch.device, dtype: torch.dtype = torch.floa
     check_kernel(name, device, dtype)
 
 
+def check_before_use(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Check a kernel that is about to run, where that is the first time, and unless it runs to be checked.
+
+    Args:
+        name: Of the kernel.
+        device: Where.
+        dtype: What products are computed in.
+
+    Raises:
+        RuntimeError: If it is wrong there.
+    """
+    if not getattr(_thread, "checking", False):
+        check_alone(name, device, dtype)
+
+
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:
     """Run one kernel on a small problem and compare it with torch.
 
@@ -80,8 +97,12 @@ def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:
     Raises:
         RuntimeError: If that is too far.
     """
-    with plain_arithmetic():
-        got, expected = CHECKS[name](device, dtype)
+    _thread.checking = True
+    try:
+        with plain_arithmetic():
+            got, expected = CHECKS[name](device, dtype)
+    finally:
+        _thread.checking = False
     bound = _ROUNDINGS * torch.finfo(got.dtype).eps * float(expected.abs().max())
     worst = float((got.double() - expected.double()).abs().max())
     if not worst <= bound:  # NaN fails too

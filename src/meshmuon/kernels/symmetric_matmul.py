@@ -132,6 +132,9 @@ def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
         return partial(_launch_pointers, config, *stacks)
     batch, m, _ = a.shape
     if config.few and rest is None and few_tiles.can_run(a.device, a.dtype, batch=batch, m=m, same=b is None):
+        from meshmuon.kernels.self_check import FEW, check_before_use  # whose problems are multiplied here
+
+        check_before_use(FEW, a.device, a.dtype)
         return few_tiles.FewLaunch(a, b, c, d).scaled
     result = Result(m, m, mirrored=True)
     if config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, results=(result,)):

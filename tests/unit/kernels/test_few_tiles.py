@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshmuon.kernels import few_tiles
+from meshmuon.kernels import few_tiles, problems, self_check
 from meshmuon.kernels.configs import choose_config
 from meshmuon.kernels.few_tiles import CUTS, MOST_BLOCKS, Cut, Part, choose_cut, list_blocks
 
@@ -213,8 +213,10 @@ def launches(*, few, rest=None, b=None, asked=None):
         mock.patch.object(few_tiles, "can_run", return_value=few) as can_run,
         mock.patch.object(few_tiles, "FewLaunch", return_value=SimpleNamespace(scaled="few")),
         mock.patch.object(symmetric_matmul, "_Bound", return_value="triton"),
+        mock.patch.object(self_check, "check_alone") as checked,
     ):
         found = symmetric_matmul._bind(config, (a, b, None, d, rest))
+    assert checked.mock_calls == ([mock.call(self_check.FEW, a.device, a.dtype)] if found == "few" else [])
     if asked is not None:
         asked.extend(call.kwargs for call in can_run.mock_calls)
     return found
@@ -227,6 +229,34 @@ def test_triton_stands_in_where_few_tiles_cannot_run():
     other = torch.empty(1, 1024, 64, dtype=torch.float16)
     assert launches(few=True, b=other, asked=asked) == "few" and asked[-1]["same"] is False
     assert launches(few=True, rest=torch.empty(1, 1024, 1024, dtype=torch.float16)) == "triton", "two results"
+
+
+def test_who_multiplies_without_an_optimizer_is_not_given_a_wrong_kernel():
+    x = torch.randn(1, 256, 64, dtype=torch.float16, generator=torch.Generator().manual_seed(0))
+    config, launched = choose_config("hopper", 1, 256, 64, torch.float16), []
+
+    class WrongLaunch:
+        """Leaves out C, as a kernel might."""
+
+        def __init__(self, a, b, c, d):
+            self.a, self.d = a, d
+
+        def scaled(self, alpha, beta, gamma):
+            launched.append(self.a.shape)
+            self.d.copy_(alpha * torch.bmm(self.a.double(), self.a.double().mT))
+            self.d.diagonal(dim1=-2, dim2=-1).add_(gamma)
+
+    with (
+        mock.patch.object(few_tiles, "can_run", return_value=True),
+        mock.patch.object(few_tiles, "FewLaunch", WrongLaunch),
+        mock.patch.object(symmetric_matmul, "_uses_tma", return_value=True),
+        mock.patch.object(symmetric_matmul, "architecture_of", return_value="hopper"),
+        mock.patch.object(problems, "why_impossible", return_value=""),
+        mock.patch.object(problems, "FEW_TILES", (144, 848)),
+        pytest.raises(RuntimeError, match=r"kernel symmetric_matmul \(few tiles\): off by"),
+    ):
+        symmetric_matmul._bind(config, (x, None, None, x.new_empty(1, 256, 256), None))
+    assert launched == [(1, 144, 208), (1, 848, 208)], "what is checked runs unchecked, and nothing else runs"
 
 
 @pytest.mark.parametrize("known", [False, True])
