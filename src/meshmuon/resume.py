@@ -196,9 +196,10 @@ def _readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that one process is one process."""
+    """torch warns that one process is one process, and that what a killed job left behind goes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=f"Detected an existing checkpoint in .*{UNFINISHED}")
         yield
 
 
