@@ -66,13 +66,13 @@ def compiled(source: hopper.Source, text: str, element: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _describe(x: Tensor, address: int, *, box: tuple[int, int] = (64, 64)) -> None:
+def _describe(x: Tensor, address: int) -> None:
     """`describe_stack`, for instructions.h."""
     size = x.element_size()
     assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     assert all(step * size % 16 == 0 for step in x.stride()[:2]), "the copy engine takes aligned rows"
-    numbers = [x.data_ptr(), *reversed(x.shape), x.stride(1) * size, x.stride(0) * size, *box]
-    (ctypes.c_uint64 * 8).from_address(address)[:] = numbers
+    numbers = [x.data_ptr(), *reversed(x.shape), x.stride(1) * size, x.stride(0) * size]
+    (ctypes.c_uint64 * 6).from_address(address)[:] = numbers
 
 
 class Gpu:

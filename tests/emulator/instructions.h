@@ -274,19 +274,11 @@ inline void put_rows(uint32_t address, const uint32_t* r, bool transposed) {
 inline void put_blocks(uint32_t address, const uint32_t* r) { put_rows(address, r, false); }
 inline void put_blocks_transposed(uint32_t address, const uint32_t* r) { put_rows(address, r, true); }
 
-// ---- the copy engine: boxes of 16-bit numbers, row behind row, swizzled
+// ---- the copy engine: boxes of 64 by 64 numbers of 16 bits, swizzled
 
 struct alignas(64) TensorMap {
   uint64_t base, sides[3], strides[2];  // columns, rows, matrices; bytes from row to row, from matrix to matrix
-  uint64_t rows, columns;               // of a box
-  char unused[128 - 8 * 8];
-
-  uint32_t bytes() const { return 2 * rows * columns; }
-  // Where a number of a box is: pieces of 16 bytes are exchanged, as many as there are in a row.
-  uint32_t place(uint32_t box, int row, int col) const {
-    const uint32_t address = box + 2 * (columns * row + col);
-    return address ^ (address >> 7 & (columns / 8 - 1)) << 4;
-  }
+  char unused[128 - 6 * 8];
 
   uint8_t* at(int col, int row, int matrix) const {
     const bool inside = col >= 0 && row >= 0 && matrix >= 0 && (uint64_t)col < sides[0] && (uint64_t)row < sides[1] &&
@@ -294,30 +286,31 @@ struct alignas(64) TensorMap {
     return inside ? (uint8_t*)base + matrix * strides[1] + row * strides[0] + 2 * col : nullptr;
   }
 };
+constexpr uint32_t kCopied = 64 * 64 * 2;
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 inline void copy_in(uint32_t to, const TensorMap& from, uint32_t barrier, int col, int row, int matrix, bool for_both) {
   touch_memory();
   if (to % 1024) machine::fail("a box that is not aligned");
-  const uint32_t bytes = from.bytes();
   const TensorMap map = from;
   std::vector<machine::Block*> blocks = {&machine::block()};
   if (for_both) blocks = machine::block().cluster->blocks;
   for (machine::Block* block : blocks) {
     if (!block->running) machine::fail("a block that has left");
-    const uint32_t offset = block->offset(to, bytes);
-    memset(&block->seen[offset], 0xFF, bytes);
-    memset(&block->engine[offset], 0xFF, bytes);
+    const uint32_t offset = block->offset(to, kCopied);
+    memset(&block->seen[offset], 0xFF, kCopied);
+    memset(&block->engine[offset], 0xFF, kCopied);
     machine::Barrier* told = &block->barrier(barrier);
     machine::later([=] {
-      for (int i = 0; i < (int)map.rows; ++i)
-        for (int j = 0; j < (int)map.columns; ++j) {
+      for (int i = 0; i < 64; ++i)
+        for (int j = 0; j < 64; ++j) {
           const uint8_t* number = map.at(col + j, row + i, matrix);
-          const uint32_t place = map.place(to, i, j) - machine::kBase;
+          const uint32_t place = swizzled(to + 128 * i + 2 * j) - machine::kBase;
           memset(&block->engine[place], 0, 2);
           if (number) memcpy(&block->engine[place], number, 2);
         }
-      memcpy(&block->seen[offset], &block->engine[offset], bytes);
-      told->complete(bytes);
+      memcpy(&block->seen[offset], &block->engine[offset], kCopied);
+      told->complete(kCopied);
     });
   }
 }
@@ -331,20 +324,20 @@ inline void store(const TensorMap& to, uint32_t from, int col, int row, int matr
   touch_memory();
   machine::Block* block = &machine::block();
   machine::Lane* lane = &machine::self();
-  const uint32_t bytes = to.bytes(), offset = block->offset(from, bytes);
+  const uint32_t offset = block->offset(from, kCopied);
   if (from % 1024) machine::fail("a box that is not aligned");
   ++lane->stores_open;
   ++lane->stores_unread, ++lane->stores_unwritten;
   ++block->stores_unread, ++block->launch->unwritten;
   const TensorMap map = to;
   machine::later([=] {
-    std::vector<uint8_t> box(&block->engine[offset], &block->engine[offset] + bytes);
+    std::vector<uint8_t> box(&block->engine[offset], &block->engine[offset] + kCopied);
     --lane->stores_unread, --block->stores_unread;
     machine::later([=] {
-      for (int i = 0; i < (int)map.rows; ++i)
-        for (int j = 0; j < (int)map.columns; ++j)
+      for (int i = 0; i < 64; ++i)
+        for (int j = 0; j < 64; ++j)
           if (uint8_t* number = map.at(col + j, row + i, matrix))
-            memcpy(number, &box[map.place(from, i, j) - from], 2);
+            memcpy(number, &box[swizzled(from + 128 * i + 2 * j) - from], 2);
       --lane->stores_unwritten, --block->launch->unwritten;
     });
   });
@@ -420,7 +413,6 @@ template <int LEFT> inline void products_wait() {
 }
 inline void settle(float (&)[64]) {}
 
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 // Where numbers of an operand are: rows of 128 bytes. Along k, or turned: then 64 rows of the operand lie side by side.
 inline float operand_at(const machine::Block& block, uint64_t operand, bool turned, int across, int k) {
   const uint32_t start = (operand & 0x3FFF) << 4, box = (operand >> 16 & 0x3FFF) << 4, eight = (operand >> 32 & 0x3FFF) << 4;

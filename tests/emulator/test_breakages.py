@@ -25,14 +25,12 @@ FEW = {
     "gives a slot back while it is read": ("products_wait<1>();", ""),
     "takes sums before they are there": ("products_wait<0>();", ""),
     "adds what has not come": ("if constexpr (ADDED > 0) ring.wait_full();", ""),
-    "overwrites C while others read it": ("meet_groups(task);  // nobody needs the ring any more", ""),
+    "overwrites C while others read it": ("threads_sync(1 + kGroups, 128 * task.groups());", ""),
     "hides from the copy engine what it stages": ("show_copy_engine();", ""),
     "stores before all have staged": ("show_copy_engine();\n      sync();", "show_copy_engine();"),
     "leaves while its stores are read": ("stores_read();", ""),
-    "expects a whole operand where half of one comes": ("half() ? kBoxBytes / 2 : ", ""),
-    "takes the left half twice": ("block.part == kRight", "false"),
-    "adds the left half of C to the right one": ("64, 0, task.right() ? 4 : 0);", "64, 0, 0);"),
-    "stages halves as they are not stored": ("(quarter ^ ((row >> 1) & 3))", "quarter"),
+    "expects two operands where one comes": ("task.once() ? ROWS * kBoxBytes : kSlotBytes", "kSlotBytes"),
+    "takes the first of two boxes twice": ("group ? block.col : block.row", "block.row"),
 }
 CLUSTERS = {
     "reads before the kernel before is done": ("if (warp < 2) wait_for_kernel_before();", ""),
@@ -69,8 +67,11 @@ def symmetric(*shape, seed):
     return (x + x.mT).half()
 
 
+PAIRED = (26, 136, 72)  # of each matrix six boxes, for five multiprocessors
+
+
 def few_launches(gpu):
-    """Two products one after the other, in halves of boxes: as many steps as slots, and more."""
+    """Two products one after the other, of as many steps as slots and of more; and boxes in pairs on the diagonal."""
     for k in (872, 1000):
         a, c = random(1, 136, k), symmetric(1, 136, 136, seed=1)
         d, e = torch.full_like(c, float("nan")), torch.full_like(c, float("nan"))
@@ -78,6 +79,9 @@ def few_launches(gpu):
             few_tiles.FewLaunch(a, None, c, d).scaled(1.5, -2.5, 3.0)
             few_tiles.FewLaunch(d, None, None, e).scaled(1e-3, 0.0, 0.0)
         yield from (d, e)
+    a, d = random(*PAIRED), torch.full((26, 136, 136), float("nan"), dtype=torch.float16)
+    few_tiles.FewLaunch(a, None, None, d).scaled(1.0, 0.0, 0.0)
+    yield d
 
 
 def few_wanted():
@@ -87,6 +91,9 @@ def few_wanted():
         Exact([Product(0, 0, 1, 2, mirrored=True)], [a, c, d]).scaled(1.5, -2.5, 3.0)
         Exact([Product(0, 0, None, 1, mirrored=True)], [d, e]).scaled(1e-3, 0.0, 0.0)
         yield from (d, e)
+    d = torch.empty(26, 136, 136, dtype=torch.float16)
+    Exact([Product(0, 0, None, 1, mirrored=True)], [random(*PAIRED), d]).scaled(1.0, 0.0, 0.0)
+    yield d
 
 
 def program_stacks():
@@ -121,7 +128,7 @@ KERNELS = {
 }
 QUICK = {
     ("few_tiles.cu", "gives a slot back while it is read"),
-    ("few_tiles.cu", "takes the left half twice"),
+    ("few_tiles.cu", "takes the first of two boxes twice"),
     ("clusters.cu", "takes no turns"),
     ("clusters.cu", "does not wait for products before"),
 }

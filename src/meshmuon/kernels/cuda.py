@@ -26,7 +26,7 @@ _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _LANGUAGE = "--std=c++17"
 _SERIALIZED = "instructions are serialized"  # every product on the tensor cores waits for the one before
 _DIGEST_BYTES = 32
-_SWIZZLES, _PROMOTE_128_BYTES = {64: 2, 128: 3}, 2  # by bytes in a row of a box: CU_TENSOR_MAP_SWIZZLE_*
+_SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 
@@ -264,20 +264,18 @@ class Launch:
         _succeed(code, "launch")
 
 
-def describe_stack(x: Tensor, address: int, *, box: tuple[int, int] = (64, 64)) -> None:
-    """Describe a (batch, rows, columns) stack of 16-bit numbers to the copy engine, which takes it box by box.
+def describe_stack(x: Tensor, address: int) -> None:
+    """Describe a (batch, rows, columns) stack of 16-bit numbers to the copy engine, which takes boxes of 64 by 64.
 
     Args:
         x: The stack: columns side by side, everything else 16-byte aligned. It is known by its address.
         address: Where the description goes: `MAP_BYTES` in the memory of this machine, aligned to `MAP_ALIGNMENT`.
-        box: Rows and columns of a box, 64 or 32 of the latter: they lie in shared memory row behind row, swizzled.
     """
-    rows, columns = box
     size = x.element_size()
     sides = (ctypes.c_uint64 * 3)(*reversed(x.shape))
     strides = (ctypes.c_uint64 * 2)(x.stride(1) * size, x.stride(0) * size)
-    taken, ones = (ctypes.c_uint32 * 3)(columns, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
-    where = (ctypes.c_void_p(x.data_ptr()), sides, strides, taken, ones)
-    how = (0, _SWIZZLES[columns * size], _PROMOTE_128_BYTES, 0)
+    box, ones = (ctypes.c_uint32 * 3)(64, 64, 1), (ctypes.c_uint32 * 3)(1, 1, 1)  # 128 bytes in a row, swizzled
+    where = (ctypes.c_void_p(x.data_ptr()), sides, strides, box, ones)
+    how = (0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0)
     code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(address), _ELEMENTS[x.dtype], 3, *where, *how)
     _succeed(code, "tensor map")

@@ -9,12 +9,8 @@
 // Where B is A, two boxes on the diagonal need what one box elsewhere does: its two operands. So one thread block can take
 // both, a group for each, where there are more boxes than multiprocessors.
 //
-// A step takes as long as its operands need to get into a multiprocessor, 64 bytes a cycle. So where B is A, and while there
-// are enough multiprocessors, a box is done by two of them: each takes half of its columns, and three quarters of its
-// operands. A box on the diagonal stays whole, since it takes in one operand anyway.
-//
-// Tiles of one whole box need no more than half of a multiprocessor's shared memory. Where all multiprocessors have one,
-// those of the next kernel get ready beside them, and have only to wait for what they write.
+// A step takes as long as its operands need to get into a multiprocessor, some 60 bytes a cycle. One thread loads them, as
+// fast as that, and waits for the kernel before as late as it can.
 //
 // A sum is the same whichever kernel makes it: 64 numbers of k at a time, in four instructions of 16.
 //
@@ -22,30 +18,22 @@
 
 constexpr int kMostBlocks = 144;
 
-// What a thread block does: where its tile begins, in boxes, and how much of it is there. A pair are the boxes (row, row)
-// and (col, col).
-enum Part : unsigned char { kWhole, kPair, kLeft, kRight };
+// What a thread block does: where its tile begins, in boxes; or the two boxes (row, row) and (col, col).
 struct Block {
-  unsigned char row, col;
-  Part part;
+  unsigned char row, col, paired;
 };
 struct Few {
   TensorMap a, b, c, d;
-  TensorMap upright, flat;  // D in boxes of 64x32 and of 32x64, where boxes are halved; and then B, too, in 32x64
   Terms terms;
   int rows, steps, blocks;  // of D; of the inner dimension, 64 numbers each; for one matrix
   int same, added;          // whether B is A; whether there is C
   Block block[kMostBlocks];
 };
 
-// How boxes are taken: as they are, in halves where they are off the diagonal, or with room beside for the next kernel.
-enum How { kAsTheyAre, kInHalves, kBeside };
-
-template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
-  static constexpr bool kSmall = ROWS * COLS == 1, kHalves = HOW == kInHalves;
-  static constexpr int kGroups = kSmall && !kHalves ? 2 : ROWS;
-  static constexpr int kTogether = HOW == kBeside ? 2 : 1;  // on a multiprocessor
-  static constexpr int kSlots = 28 / kTogether / (ROWS + COLS);
+template <int ROWS, int COLS> struct Tiles {
+  static constexpr bool kSmall = ROWS * COLS == 1;
+  static constexpr int kGroups = kSmall ? 2 : ROWS;
+  static constexpr int kSlots = 28 / (ROWS + COLS);
   static constexpr uint32_t kSlotBytes = (ROWS + COLS) * kBoxBytes;  // of A and of B, or less of C
   typedef RingOf<kSlots, kSlotBytes> Ring;
 
@@ -55,13 +43,8 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
     int matrix;
 
     // A and B are the same numbers.
-    __device__ __forceinline__ bool once() const {
-      return (kHalves || few.same) && ROWS == COLS && block.row == block.col;
-    }
-    __device__ __forceinline__ bool paired() const { return kSmall && !kHalves && block.part == kPair; }
-    __device__ __forceinline__ bool half() const { return kHalves && block.part != kWhole; }
-    __device__ __forceinline__ bool right() const { return kHalves && block.part == kRight; }
-    __device__ __forceinline__ int first_col() const { return 64 * block.col + (right() ? 32 : 0); }
+    __device__ __forceinline__ bool once() const { return few.same && ROWS == COLS && block.row == block.col; }
+    __device__ __forceinline__ bool paired() const { return kSmall && block.paired; }
     // The first box of a group, and where its operands are in a slot.
     __device__ __forceinline__ int row(int group) const {
       return paired() ? (group ? block.col : block.row) : block.row + group;
@@ -70,9 +53,6 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
     __device__ __forceinline__ uint32_t a(int group) const { return group * kBoxBytes; }
     __device__ __forceinline__ uint32_t b(int group) const {
       return paired() ? group * kBoxBytes : once() ? 0 : ROWS * kBoxBytes;
-    }
-    __device__ __forceinline__ uint32_t bytes() const {
-      return ROWS * kBoxBytes + (once() ? 0 : half() ? kBoxBytes / 2 : COLS * kBoxBytes);
     }
     // Whether a group has something to do: above the diagonal and outside there is nothing.
     __device__ __forceinline__ bool has(int group, int side = 0) const {
@@ -91,7 +71,7 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
     for (int step = 0; step < few.steps; ++step, ring.next()) {
       const uint32_t barrier = ring.full_here(), to = ring.here();
       ring.wait_empty();
-      barrier_expect(barrier, task.bytes());
+      barrier_expect(barrier, task.once() ? ROWS * kBoxBytes : kSlotBytes);
       if (step == 0) wait_for_kernel_before();  // as late as can be: everything else is ready
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
@@ -99,7 +79,7 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       if (task.once()) continue;
 #pragma unroll
       for (int i = 0; i < COLS; ++i)
-        load(to + (ROWS + i) * kBoxBytes, few.b, barrier, 64 * step, 64 * i + task.first_col(), task.matrix);
+        load(to + (ROWS + i) * kBoxBytes, few.b, barrier, 64 * step, 64 * (task.block.col + i), task.matrix);
     }
     if (!few.added) return;
     ring.wait_empty();
@@ -149,19 +129,14 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       release(previous);
     }
 
-    // A tile of halves is off the diagonal, and takes its columns of all of a box of C.
-    template <int COLUMNS, int ADDED>
+    template <int ADDED>
     __device__ __forceinline__ void round_tile(float (&sums)[64], Rounded (&out)[1], const Task& task) const {
       const Terms terms[1] = {task.few.terms};
       if constexpr (ADDED > 0) ring.wait_full();
       const uint32_t slots[2] = {ring.here() + number * COLS * kBoxBytes, 0};
-      if constexpr (COLUMNS == 32) {
-        round<0, 1, ADDED, 8>(sums, out, terms, slots, 64, 0, task.right() ? 4 : 0);
-      } else {
-        const int row = 64 * task.row(number), col = 64 * task.col(number);
-        round<0, 1, ADDED>(sums, out, terms, slots, row, col);
-        if constexpr (COLS > 1) round<1, 1, ADDED>(sums, out, terms, slots, row, col);
-      }
+      const int row = 64 * task.row(number), col = 64 * task.col(number);
+      round<0, 1, ADDED>(sums, out, terms, slots, row, col);
+      if constexpr (COLS > 1) round<1, 1, ADDED>(sums, out, terms, slots, row, col);
     }
 
     // A box and its mirror image.
@@ -185,54 +160,23 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
         if (row != col) store(task.few.d, staged(side) + kBoxBytes, row, col, task.matrix);
       }
     }
-    // Half a box in rows of 64 bytes, swizzled as the copy engine does those, and its mirror image in 32 rows of 128 bytes.
-    __device__ __forceinline__ void put_half(const Rounded& out) const {
-      const int lane = thread & 31, warp = thread >> 5, block = lane >> 3;
-      const int row = 16 * warp + 8 * (block & 1) + (lane & 7);
-#pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        const int quarter = j + (block >> 1);
-        put_blocks(staged(0) + row * 64 + ((quarter ^ ((row >> 1) & 3)) << 4), out + 2 * j);
-        put_blocks_transposed(staged(0) + kBoxBytes + mirror_place(j), out + 2 * j);
-      }
-    }
-    __device__ __forceinline__ void store_half(const Task& task) const {
-      const int row = 64 * task.row(0), col = task.first_col();
-      store(task.few.upright, staged(0), col, row, task.matrix);
-      store(task.few.flat, staged(0) + kBoxBytes, row, col, task.matrix);
-    }
 
-    __device__ __forceinline__ void meet_groups(const Task& task) const {
-      if constexpr (kGroups == 1) {
-        sync();
-      } else {
-        threads_sync(1 + kGroups, 128 * task.groups());
-      }
-    }
-    template <int COLUMNS> __device__ __forceinline__ void compute(const Task& task) {
+    __device__ __forceinline__ void compute(const Task& task) {
       float sums[64];
-      accumulate<COLUMNS>(sums, task);
+      accumulate<64 * COLS>(sums, task);
       Rounded out[1];
       if (task.few.added) {
-        round_tile<COLUMNS, 1>(sums, out, task);
+        round_tile<1>(sums, out, task);
       } else {
-        round_tile<COLUMNS, 0>(sums, out, task);
+        round_tile<0>(sums, out, task);
       }
-      meet_groups(task);  // nobody needs the ring any more
-      if constexpr (COLUMNS == 32) {
-        put_half(out[0]);
-      } else {
-        put_box<0>(out[0], task);
-        if constexpr (COLS > 1) put_box<1>(out[0], task);
-      }
+      threads_sync(1 + kGroups, 128 * task.groups());  // nobody needs the ring any more
+      put_box<0>(out[0], task);
+      if constexpr (COLS > 1) put_box<1>(out[0], task);
       show_copy_engine();
       sync();
       if (thread > 0) return;
-      if constexpr (COLUMNS == 32) {
-        store_half(task);
-      } else {
-        store_boxes(task);
-      }
+      store_boxes(task);
       stores_commit();
       stores_read();  // shared memory has to be there until then
     }
@@ -252,7 +196,6 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       }
       barriers_ready();
       fetch(few.a), fetch(few.b), fetch(few.d);
-      if (kHalves) fetch(few.upright), fetch(few.flat);
       if (few.added) fetch(few.c);
     }
     let_next_kernel_begin();
@@ -266,24 +209,18 @@ template <int ROWS, int COLS, How HOW = kAsTheyAre> struct Tiles {
       group.barrier = 1 + role;
       group.ring = ring;
       group.number = role;
-      if (kHalves && task.half()) {
-        group.template compute<32>(task);
-      } else {
-        group.template compute<64 * COLS>(task);
-      }
+      group.compute(task);
     }
   }
 };
 
-#define KERNEL(NAME, ...) \
-  extern "C" __global__ void __launch_bounds__(128 * Tiles<__VA_ARGS__>::kGroups + 32, Tiles<__VA_ARGS__>::kTogether) \
-      NAME(const __grid_constant__ Few few) { \
+#define KERNEL(ROWS, COLS) \
+  extern "C" __global__ void __launch_bounds__(128 * Tiles<ROWS, COLS>::kGroups + 32, 1) \
+      few_##ROWS##x##COLS(const __grid_constant__ Few few) { \
     extern __shared__ __align__(1024) unsigned char memory[]; \
-    Tiles<__VA_ARGS__>::run(few, (uint32_t)__cvta_generic_to_shared(memory)); \
+    Tiles<ROWS, COLS>::run(few, (uint32_t)__cvta_generic_to_shared(memory)); \
   }
-KERNEL(few_1x1_halves, 1, 1, kInHalves)
-KERNEL(few_1x1_beside, 1, 1, kBeside)
-KERNEL(few_1x1, 1, 1)
-KERNEL(few_2x1, 2, 1)
-KERNEL(few_3x1, 3, 1)
-KERNEL(few_2x2, 2, 2)
+KERNEL(1, 1)
+KERNEL(2, 1)
+KERNEL(3, 1)
+KERNEL(2, 2)

@@ -59,12 +59,11 @@ struct Threads {
   int thread, barrier;  // which of them this is; where they meet
   __device__ __forceinline__ void sync() const { threads_sync(barrier, 128); }
 
-  // A box of 64x64 sums: scaled, added to, and rounded once, for each result. Or fewer columns of it, with those of what is
-  // added from an eighth of its box on; they are not on the diagonal.
-  template <int BOX, int RESULTS, int ADDED, int PAIRS = 16>
+  // A box of 64x64 sums: scaled, added to, and rounded once, for each result.
+  template <int BOX, int RESULTS, int ADDED>
   __device__ __forceinline__ void round(
       float (&t)[64], Rounded (&out)[RESULTS], const Terms (&terms)[RESULTS], const uint32_t (&slots)[2],
-      int row, int col, int eighth = 0) const {
+      int row, int col) const {
     constexpr int kHalf = BOX / 2, kSide = BOX % 2;
     const bool diagonal = row + 64 * kHalf == col + 64 * kSide;
     const uint32_t c_box = ADDED > 1 ? slots[kHalf] + kSide * kBoxBytes : slots[0] + BOX * kBoxBytes;
@@ -73,12 +72,12 @@ struct Threads {
     const bool low_one = (lane >> 2) == 2 * (lane & 3), high_one = (lane >> 2) == 2 * (lane & 3) + 1;
     uint32_t c[16], e[16];  // asked for all at once: each one may have to wait for the tensor cores
 #pragma unroll
-    for (int j = 0; j < PAIRS / 2; j += 2) {
-      if constexpr (ADDED > 0) get_blocks(c_box + direct_place(eighth + j), c + 2 * j);
-      if constexpr (ADDED > 1) get_blocks(e_box + direct_place(eighth + j), e + 2 * j);
+    for (int j = 0; j < 8; j += 2) {
+      if constexpr (ADDED > 0) get_blocks(c_box + direct_place(j), c + 2 * j);
+      if constexpr (ADDED > 1) get_blocks(e_box + direct_place(j), e + 2 * j);
     }
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
+    for (int pair = 0; pair < 16; ++pair) {
       const int sum = 32 * kSide + 2 * pair;
       const bool one = (pair % 4 == 0 || pair % 4 == 3) && diagonal && pair / 4 == warp;  // the diagonal is here
 #pragma unroll

@@ -177,12 +177,9 @@ __device__ __forceinline__ void settle(float (&t)[64]) {
   "}\n"
 template <int COLUMNS, bool A_TURNED, bool B_TURNED>
 __device__ __forceinline__ void multiply(float (&t)[64], uint64_t a, uint64_t b, bool keep) {
-  static_assert(COLUMNS == 32 || COLUMNS == 64 || COLUMNS == 128);
+  static_assert(COLUMNS == 64 || COLUMNS == 128);
   constexpr int kA = A_TURNED ? 1 : 0, kB = B_TURNED ? 1 : 0;
-  if constexpr (COLUMNS == 32) {
-    asm volatile(PRODUCTS("32", NAMES_16, "%16", "%17", "%18", "%19", "%20")
-                 : SUMS_16(0) : "l"(a), "l"(b), "r"((int)keep), "n"(kA), "n"(kB));
-  } else if constexpr (COLUMNS == 64) {
+  if constexpr (COLUMNS == 64) {
     asm volatile(PRODUCTS("64", NAMES_32, "%32", "%33", "%34", "%35", "%36")
                  : SUMS_16(0), SUMS_16(16) : "l"(a), "l"(b), "r"((int)keep), "n"(kA), "n"(kB));
   } else {

@@ -12,22 +12,19 @@ import torch
 
 from meshmuon.kernels import few_tiles, problems, self_check
 from meshmuon.kernels.configs import choose_config
-from meshmuon.kernels.few_tiles import CUTS, MOST_BLOCKS, Cut, Part, choose_cut, list_blocks
+from meshmuon.kernels.few_tiles import CUTS, MOST_BLOCKS, Cut, choose_cut, list_blocks
 
 symmetric_matmul = importlib.import_module("meshmuon.kernels.symmetric_matmul")  # not the function of that name
 
 H200 = 132  # multiprocessors
 
 
-def halves_of(block, cut, side):
-    """The halves of boxes that a thread block computes: on or below the diagonal, and inside."""
-    if block.part is Part.PAIR:
-        boxes = [(block.row, block.row), (block.col, block.col)]
-    else:
-        rows, cols = range(block.row, block.row + cut.rows), range(block.col, block.col + cut.cols)
-        boxes = [(row, col) for row in rows for col in cols if col <= row < side]
-    halves = {Part.LEFT: (0,), Part.RIGHT: (1,)}.get(block.part, (0, 1))
-    return [(*box, half) for box in boxes for half in halves]
+def boxes_of(block, cut, side):
+    """The boxes that a thread block computes: on or below the diagonal, and inside."""
+    if block.paired:
+        return [(block.row, block.row), (block.col, block.col)]
+    rows, cols = range(block.row, block.row + cut.rows), range(block.col, block.col + cut.cols)
+    return [(row, col) for row in rows for col in cols if col <= row < side]
 
 
 @pytest.mark.parametrize("m", [1, 64, 65, 256, 768, 1000, 1024, 1280, 1408, 1536, 2048])
@@ -38,41 +35,29 @@ def test_every_box_of_the_triangle_is_computed_once(m, cut, same, most):
     blocks = list_blocks(m, cut, most=most, same=same)
     side = -(-m // 64)
     if blocks is None:
-        assert most == 132 or (cut.rows == 3 and side % 3) or (cut.how == "halves" and not same)
+        assert most == 132 or (cut.rows == 3 and side % 3)
         return
-    found = [half for block in blocks for half in halves_of(block, cut, side)]
-    assert sorted(found) == [(row, col, half) for row in range(side) for col in range(row + 1) for half in (0, 1)]
+    found = [box for block in blocks for box in boxes_of(block, cut, side)]
+    assert sorted(found) == [(row, col) for row in range(side) for col in range(row + 1)]
     assert len(blocks) <= most
-    assert all(halves_of(block, cut, side) for block in blocks), "everybody has something to do"
-    parts = {block.part for block in blocks}
-    if not same or cut.rows > 1 or cut.how == "halves" or most == 2000:
-        assert Part.PAIR not in parts
-    if cut.how == "halves":
-        assert all((block.part is Part.WHOLE) == (block.row == block.col) for block in blocks)
-    else:
-        assert not parts & {Part.LEFT, Part.RIGHT}
+    assert all(boxes_of(block, cut, side) for block in blocks), "everybody has something to do"
+    if not same or cut.rows > 1 or most == 2000:
+        assert not any(block.paired for block in blocks)
 
 
 def test_the_smallest_tiles_that_have_a_multiprocessor_each():
     def chosen(batch, m, same=True):
         found = choose_cut(batch, m, same=same, multiprocessors=H200)
-        return found and (*filter(None, found[0]), len(found[1]))
+        return found and (*found[0], len(found[1]))
 
-    assert [chosen(1, m) for m in (64, 256, 512, 704)] == [(1, 1, "halves", count) for count in (1, 16, 64, 121)]
-    assert [chosen(1, m) for m in (705, 768, 960)] == [(1, 1, 78), (1, 1, 78), (1, 1, 120)]
-    assert chosen(1, 1024) == (1, 1, "beside", 132), "four thread blocks take two boxes on the diagonal each"
+    assert [chosen(1, m) for m in (64, 256, 512, 768)] == [(1, 1, 1), (1, 1, 10), (1, 1, 36), (1, 1, 78)]
+    assert chosen(1, 1024) == (1, 1, 132), "four thread blocks take two boxes on the diagonal each"
     assert chosen(1, 1024, same=False) == (2, 1, 72), "which have nothing in common where B is not A"
     assert [chosen(1, m) for m in (1025, 1280, 1408)] == [(2, 1, 89), (2, 1, 110), (2, 1, 132)]
     assert [chosen(1, m) for m in (1409, 1536, 1792, 1920)] == [(2, 2, 78), (3, 1, 108), (2, 2, 105), (2, 2, 120)]
     assert chosen(1, 2048) is None, "136 tiles"
-    assert (
-        chosen(2, 512) == (1, 1, "halves", 64)
-        and chosen(3, 512) == (1, 1, 36)
-        and chosen(4, 512) == (1, 1, "beside", 33)
-    )
-    assert chosen(7, 512) == (2, 2, 10) and chosen(14, 512) is None
-    assert chosen(1, 512, same=False) == (1, 1, 36), "whole boxes on the diagonal would take longest"
-    assert chosen(H200, 64) == (1, 1, "halves", 1) and chosen(H200 + 1, 64) is None
+    assert chosen(3, 512) == (1, 1, 36) and chosen(4, 512) == (1, 1, 33) and chosen(7, 512) == (2, 2, 10)
+    assert chosen(14, 512) is None and chosen(H200, 64) == (1, 1, 1) and chosen(H200 + 1, 64) is None
 
 
 def test_products_of_few_tiles_ask_for_it_and_no_others():
@@ -88,42 +73,22 @@ def test_products_of_few_tiles_ask_for_it_and_no_others():
 def test_arguments_are_laid_out_as_the_kernel_reads_them():
     source = resources.files("meshmuon.kernels").joinpath("few_tiles.cu").read_text(encoding="utf-8")
     assert f"kMostBlocks = {MOST_BLOCKS};" in source
-    assert "unsigned char row, col;\n  Part part;" in source and few_tiles.Block._fields == ("row", "col", "part")
-    assert "enum Part : unsigned char { kWhole, kPair, kLeft, kRight };" in source
-    assert [part.name for part in sorted(Part)] == ["WHOLE", "PAIR", "LEFT", "RIGHT"] and list(Part) == [0, 1, 2, 3]
-    order = ["TensorMap a, b, c, d;", "TensorMap upright, flat;", "Terms terms;", "int rows, steps, blocks;"]
-    order += ["int same, added;", "Block block["]
+    assert "unsigned char row, col, paired;" in source and few_tiles.Block._fields == ("row", "col", "paired")
+    order = ["TensorMap a, b, c, d;", "Terms terms;", "int rows, steps, blocks;", "int same, added;", "Block block["]
     assert sorted(order, key=source.index) == order
-    assert few_tiles._Few.terms.offset == 768 and few_tiles._Few.block.offset == 768 + 16 + 20
+    assert few_tiles._Few.terms.offset == 512 and few_tiles._Few.block.offset == 512 + 16 + 20
     assert ctypes.sizeof(few_tiles._Few) % 64 == 0
     for cut in CUTS:
-        how = {"": "", "halves": ", kInHalves", "beside": ", kBeside"}[cut.how]
-        assert f"KERNEL({cut.kernel}, {cut.rows}, {cut.cols}{how})" in source
-    assert f"kSlots = {few_tiles._BOXES} / kTogether / (ROWS + COLS);" in source
-    assert "kTogether = HOW == kBeside ? 2 : 1;" in source
+        assert f"KERNEL({cut.rows}, {cut.cols})" in source
+    assert f"kSlots = {few_tiles._BOXES} / (ROWS + COLS);" in source
 
 
 def test_shared_memory_holds_whole_slots_with_their_barriers():
     """As few_tiles.cu counts: operands of a step, and two barriers."""
-    slots = {"few_1x1_halves": 14, "few_1x1_beside": 7, "few_1x1": 14, "few_2x1": 9, "few_3x1": 7, "few_2x2": 7}
+    slots = {"few_1x1": 14, "few_2x1": 9, "few_3x1": 7, "few_2x2": 7}
     for cut in CUTS:
         assert cut.shared_bytes == slots[cut.kernel] * ((cut.rows + cut.cols) * 64 * 64 * 2 + 16)
         assert cut.shared_bytes <= 227 * 1024, "what Hopper gives to a thread block"
-        room = 228 * 1024 // (cut.shared_bytes + 1024)  # of each, a kilobyte is the system's
-        assert room == (2 if cut.how == "beside" else 1), "on a multiprocessor"
-
-
-def test_two_launches_share_a_multiprocessor_only_where_each_has_a_block_on_all():
-    """With some to spare, blocks of the next launch find those; and two of one launch would find themselves on one."""
-    for batch in range(1, 8):
-        for m in range(64, 1100, 64):
-            found = choose_cut(batch, m, same=True, multiprocessors=H200)
-            if found is not None and found[0].rows * found[0].cols == 1:
-                assert (found[0].how == "beside") == (batch * len(found[1]) == H200)
-    assert (
-        choose_cut(1, 1024, same=True, multiprocessors=H200)[0]
-        == choose_cut(2, 700, same=True, multiprocessors=H200)[0]
-    )
 
 
 def test_a_larger_device_has_no_more_blocks_than_the_arguments_hold():
@@ -151,7 +116,7 @@ def kernels_by_hand(*, described=None):
     described = [] if described is None else described
     with (
         mock.patch.object(few_tiles, "_kernels", return_value=kernels),
-        mock.patch.object(few_tiles, "describe_stack", lambda x, address, box: described.append((x, address, box))),
+        mock.patch.object(few_tiles, "describe_stack", lambda x, address: described.append((x, address))),
         mock.patch.object(
             few_tiles, "_chosen", lambda _, batch, m, same: choose_cut(batch, m, same=same, multiprocessors=H200)
         ),
@@ -164,8 +129,8 @@ def kernels_by_hand(*, described=None):
 @pytest.mark.parametrize(
     ("batch", "m", "cut", "groups"),
     [
-        (1, 256, Cut(1, 1, "halves"), 1),
-        (1, 1024, Cut(1, 1, "beside"), 2),
+        (1, 256, Cut(1, 1), 1),
+        (1, 1024, Cut(1, 1), 2),
         (3, 512, Cut(1, 1), 1),
         (1, 1408, Cut(2, 1), 2),
         (1, 1536, Cut(3, 1), 3),
@@ -185,11 +150,8 @@ def test_a_launch_is_told_all_it_needs(batch, m, cut, groups, added):
     assert blocks == batch * len(wanted) and threads == 128 * groups + 32
     few, address = launch._few, ctypes.addressof(launch._few)
     assert arguments[0] == address and address % 64 == 0
-    whole, flat, upright = (64, 64), (32, 64), (64, 32)
-    expected = [(a, whole), (a, flat if cut.how == "halves" else whole), (c if added else d, whole), (d, whole)]
-    expected += [(d, upright), (d, flat)] if cut.how == "halves" else []
-    for i, ((x, at, box), (y, wanted_box)) in enumerate(zip(described, expected, strict=True)):
-        assert x is y and at - address == 128 * i and box == wanted_box
+    for i, ((x, at), y) in enumerate(zip(described, (a, a, c if added else d, d), strict=True)):
+        assert x is y and at - address == 128 * i
     assert (few.rows, few.steps, few.blocks, few.same, few.added) == (m, 4, len(wanted), 1, added)
     assert list(few.terms) == [1.5, -2.5, 0.0, 3.0]
     assert bytes(few.block)[: 3 * len(wanted)] == bytes(number for block in wanted for number in block)
@@ -200,7 +162,6 @@ def test_a_product_of_two_matrices_says_so():
     described = []
     with kernels_by_hand(described=described) as kernels:
         launch = few_tiles.FewLaunch(a, b, None, d)
-    assert not any(box != (64, 64) for _, _, box in described)
     assert launch._few.same == 0 and described[1][0] is b
     assert kernels[Cut(2, 1)].bound[0][:2] == (72, 2 * 128 + 32), "no pairs on the diagonal"
 
