@@ -19,7 +19,7 @@ from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
 
 _ROUNDS = 4  # of two products in one launch
 STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
-FEW_TILES = (144, 848, 976, 1040, 1424, 1488)  # rows of single matrices: cut in all the ways there are
+FEW_TILES = (144, 976, 1040, 1424, 1488)  # rows of single matrices: cut in all the ways there are
 FEW = "symmetric_matmul (few tiles)"
 
 

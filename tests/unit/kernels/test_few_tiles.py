@@ -213,11 +213,11 @@ def test_who_multiplies_without_an_optimizer_is_not_given_a_wrong_kernel():
         mock.patch.object(symmetric_matmul, "_uses_tma", return_value=True),
         mock.patch.object(symmetric_matmul, "architecture_of", return_value="hopper"),
         mock.patch.object(problems, "why_impossible", return_value=""),
-        mock.patch.object(problems, "FEW_TILES", (144, 848)),
+        mock.patch.object(problems, "FEW_TILES", (144, 208)),
         pytest.raises(RuntimeError, match=r"kernel symmetric_matmul \(few tiles\): off by"),
     ):
         symmetric_matmul._bind(config, (x, None, None, x.new_empty(1, 256, 256), None))
-    assert launched == [(1, 144, 208), (1, 848, 208)], "what is checked runs unchecked, and nothing else runs"
+    assert launched == [(1, 144, 208), (1, 208, 208)], "what is checked runs unchecked, and nothing else runs"
 
 
 @pytest.mark.parametrize("known", [False, True])

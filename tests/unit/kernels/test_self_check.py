@@ -11,7 +11,7 @@ from meshmuon.kernels import elementwise, problems, self_check
 from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.configs import choose_config
 from meshmuon.kernels.dispatch import Dispatch
-from meshmuon.kernels.few_tiles import CUTS, Part, choose_cut
+from meshmuon.kernels.few_tiles import CUTS, choose_cut
 from meshmuon.polar import recipe
 from meshmuon.polar.coefficients import resolve_schedule
 
@@ -88,7 +88,7 @@ def test_products_are_checked_in_the_tiles_that_train(rest):
 def test_products_of_few_tiles_are_checked_in_tiles_of_every_size():
     found = {rows: choose_cut(1, rows, same=True, multiprocessors=132) for rows in problems.FEW_TILES}
     assert {cut for cut, _ in found.values()} == set(CUTS)
-    assert {block.part for _, blocks in found.values() for block in blocks} == set(Part)
+    assert {block.paired for _, blocks in found.values() for block in blocks} == {False, True}
     assert all(choose_config("hopper", 1, rows, 208, torch.float16).few for rows in found)
 
 
