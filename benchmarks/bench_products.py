@@ -20,16 +20,24 @@ from meshmuon.kernels.symmetric_matmul import symmetric_matmul
 SIDES = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
 STACKS = ((64, 256, 256), (64, 512, 512), (48, 768, 768), (16, 1024, 1024))
 STACKS += ((64, 1408, 2048), (8, 2048, 8192), (2, 4096, 14336))
+_TURN_MS = 5.0
 
 
 def compare(shape: tuple[int, int, int], repeats: int) -> tuple[float, float]:
-    """Milliseconds of ours and of cuBLAS, each the median of as many turns of a CUDA graph of many calls."""
+    """Milliseconds of ours and of cuBLAS, each the median of as many turns of a CUDA graph of many calls.
+
+    A turn replays its graph until the host's part, some 10 us to begin and to notice the end, is lost in it.
+    """
     x = torch.randn(shape, device="cuda", dtype=torch.float16)
     out = torch.empty(*shape[:-1], shape[-2], device="cuda", dtype=torch.float16)
     calls = max(3, min(200, int(2e13 / x.numel() / shape[1])))
     ways = (partial(symmetric_matmul, x, out=out), partial(torch.bmm, x, x.mT, out=out))
     graphs = [_captured(way, calls) for way in ways]
-    turns = [[milliseconds(graph.replay, "cuda") / calls for graph in graphs] for _ in range(repeats)]
+    replays = [max(1, round(_TURN_MS / milliseconds(graph.replay, "cuda"))) for graph in graphs]
+    turns = [
+        [milliseconds(graph.replay, "cuda", calls=n) / calls for graph, n in zip(graphs, replays, strict=True)]
+        for _ in range(repeats)
+    ]
     ours, theirs = (median(times) for times in zip(*turns, strict=True))
     return ours, theirs
 

@@ -2,7 +2,10 @@
 
 python -m benchmarks.bench_training [--sizes 124m 0.5b] [--tokens 32768] [--accumulate 1 4 16] [--json FILE]
 
-Both are there at once and take turns, so that a card that gets warmer or clocks lower does so for both.
+Both are there at once and take turns, so that a card that gets warmer or clocks lower does so for both. First with a
+learning rate of 0: optimizers do all they do, and both models keep the same weights. Then they learn, and what backward
+passes multiply is no longer the same: a card clocks by the power that numbers draw, which alone makes 1 to 2 % of the
+time (benchmarks/NOTES.md, nineteenth round).
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ SIZES = {
     "124m": GPTConfig(vocabulary=50304, context=1024, width=768, layers=12, heads=12),
     "0.5b": GPTConfig(vocabulary=50304, context=1024, width=1280, layers=24, heads=20),
 }
+_LR = 3e-4
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "AdamW (fused)": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True),
-    "meshmuon.Muon": lambda model: Muon(model, lr=3e-4),
+    "AdamW (fused)": lambda model: torch.optim.AdamW(model.parameters(), lr=_LR, fused=True),
+    "meshmuon.Muon": lambda model: Muon(model, lr=_LR),
 }
 
+STEPS = ("training step ms", "training step with equal weights ms")
 _ROUNDS = 5
 
 
@@ -58,20 +63,41 @@ class Training:
 
 
 def measure(pair: dict[str, Training], accumulate: int) -> dict[str, dict[str, float]]:
-    """Median times of a training step and of the optimizer alone, of each."""
+    """Median times of a training step, with equal weights and while learning, and of the optimizer alone, of each."""
+    first, *others = (training.model for training in pair.values())
+    for other in others:
+        other.load_state_dict(first.state_dict())
+    equal = _training_steps(pair, accumulate, lr=0.0)
+    learning = _training_steps(pair, accumulate, lr=_LR)
+    result = {}
+    for name, training in pair.items():
+        training.backward()
+        alone = statistics.median(milliseconds(training.optimizer.step, "cuda", calls=3) for _ in range(_ROUNDS))
+        result[name] = dict(zip(STEPS, (learning[name], equal[name]), strict=True)) | {"optimizer ms": alone}
+    return result
+
+
+def _training_steps(pair: dict[str, Training], accumulate: int, *, lr: float) -> dict[str, float]:
     calls = max(1, 8 // accumulate)
     rounds: dict[str, list[float]] = {name: [] for name in pair}
+    for training in pair.values():
+        for group in training.optimizer.param_groups:
+            group["lr"] = lr
     for i in range(_ROUNDS + 1):
         for name, training in pair.items():
             took = milliseconds(lambda training=training: training.step(accumulate), "cuda", calls=calls)
             if i:  # the first is a warm-up
                 rounds[name].append(took)
-    result = {}
-    for name, training in pair.items():
-        training.backward()
-        alone = statistics.median(milliseconds(training.optimizer.step, "cuda", calls=3) for _ in range(_ROUNDS))
-        result[name] = {"training step ms": statistics.median(rounds[name]), "optimizer ms": alone}
-    return result
+    return {name: statistics.median(times) for name, times in rounds.items()}
+
+
+def _say(size: str, parameters: int, tokens: int, rows: dict[str, dict[str, float]]) -> None:
+    for name, row in rows.items():
+        print(f"{size:6s} {parameters / 1e6:6.0f} M, {tokens} tokens  {name:16s} ", end="")
+        print(", ".join(f"{what.removesuffix(' ms')} {took:.2f} ms" for what, took in row.items()), flush=True)
+    adamw, muon = rows.values()
+    over = ", ".join(f"{what.removesuffix(' ms')} {muon[what] / adamw[what] - 1:+.2%}" for what in STEPS)
+    print(f"{size:6s} Muon's over AdamW's: {over}", flush=True)
 
 
 def main() -> None:
@@ -91,15 +117,7 @@ def main() -> None:
             tokens = accumulate * arguments.tokens
             rows = measure(pair, accumulate)
             results[f"{size}, {tokens} tokens"] = {"parameters": parameters, "tokens": tokens, **rows}
-            for name, row in rows.items():
-                print(
-                    f"{size:6s} {parameters / 1e6:6.0f} M, {tokens} tokens  {name:16s} "
-                    f"training step {row['training step ms']:8.1f} ms, optimizer {row['optimizer ms']:6.2f} ms "
-                    f"({row['optimizer ms'] / row['training step ms']:.1%})",
-                    flush=True,
-                )
-            adamw, muon = (rows[name]["training step ms"] for name in OPTIMIZERS)
-            print(f"{size:6s} Muon's training step over AdamW's: {muon / adamw - 1:+.2%}", flush=True)
+            _say(size, parameters, tokens, rows)
         del pair
     if arguments.json:
         record = {**circumstances("cuda"), "results": results}

@@ -203,7 +203,7 @@ __device__ __forceinline__ void load_tile(
   const uint32_t bytes = kSlotBytes - (item.is_short() ? kBoxBytes : 0);  // of A, B and the other block's part of B
   for (int step = 0; step < steps; ++step, ring.next()) {
     ring.wait_empty();
-    if (leads()) {
+    if (elected()) {
       const uint32_t barrier = ring.full_here(), to = ring.here(), to_b = to + kTileBytes;
       const bool a_turned = step >= a_turns, b_turned = step >= b_turns;
       const int2 top = corner(a_turned, 64 * step, item.row), bottom = corner(a_turned, 64 * step, item.row + 64);
@@ -226,7 +226,7 @@ __device__ __forceinline__ void load_tile(
 __device__ __forceinline__ void load_added(Ring& ring, const Program& program, const Product& product, Item item) {
   for (int slot = 0; slot < product.added; ++slot, ring.next()) {
     ring.wait_empty();
-    if (leads()) {
+    if (elected()) {
       barrier_expect(ring.full_here(), kSlotBytes);
 #pragma unroll
       for (int box = 0; box < 4; ++box) {
