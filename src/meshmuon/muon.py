@@ -46,6 +46,7 @@ from meshmuon.measure import Measurement
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.concerns import warn_of_concerns
 from meshmuon.plan.describe_groups import describe_groups
+from meshmuon.polar.recipe import begin_to_compile
 from meshmuon.preparation import Preparation, Ready, leave_empty_
 from meshmuon.routing import Overrides, route_params
 from meshmuon.runtime.graphs import Signals, StepGraphs
@@ -263,7 +264,9 @@ class Muon(Optimizer):
         group = complete_group(param_group, self._group_defaults, orthogonalizer=orthogonalizer, index=index)
         with self._layouts.undone_on_error():
             declare_shards(param_group, self._layouts, index=index)
-            check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
+            tensors = check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
+            if group["algorithm"] == "muon":  # now: with its first group torch imports its compiler, for a second
+                begin_to_compile(tensors, orthogonalizer)
             allowed = set(group)
             super().add_param_group(group)
             for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other one

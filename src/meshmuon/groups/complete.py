@@ -156,7 +156,7 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
 
 def check_group_parameters(
     group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, layouts: PlainLayouts, index: int
-) -> None:
+) -> list[Tensor]:
     """Check that a group's parameters can take its algorithm, and are not in another group.
 
     Args:
@@ -165,11 +165,15 @@ def check_group_parameters(
         layouts: Where plain tensors lie.
         index: Which group it will be.
 
+    Returns:
+        The parameters, without their names.
+
     Raises:
         TypeError: If a parameter is of a kind that cannot be trained.
         ValueError: If it does not fit its algorithm or view, or is already there.
     """
     taken, taken_names = _places(others)
+    tensors = []
     for position, item in enumerate(group["params"]):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (_unnamed(index, position), item)
         check_parameter(name, tensor)
@@ -179,6 +183,8 @@ def check_group_parameters(
             raise ValueError(message(f"parameter {name!r}", found=found, do="Give each parameter once"))
         if group["algorithm"] == "muon":
             MatrixView.of(group["view"]).blocks(name, layouts.shape_of(name, tensor))
+        tensors.append(tensor)
+    return tensors
 
 
 def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[int, str], dict[str, str]]:

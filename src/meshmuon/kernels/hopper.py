@@ -56,6 +56,9 @@ def machine_code(source: Source, dtype: torch.dtype) -> Future[MachineCode]:
     Returns:
         What it will be compiled to.
     """
+    # Here, not in the thread: two threads that import modules which need each other can find half of one.
+    import triton.runtime.cache  # noqa: F401
+
     thread = ThreadPoolExecutor(max_workers=1)
     try:
         return thread.submit(_compile, source, DTYPES[dtype])

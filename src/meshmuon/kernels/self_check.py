@@ -11,10 +11,11 @@ from torch import Tensor
 from meshmuon._compat import plain_arithmetic
 from meshmuon.errors import message
 from meshmuon.kernels import clusters
-from meshmuon.kernels.problems import CHECKS, FEW
+from meshmuon.kernels.availability import has_triton
+from meshmuon.kernels.problems import CHECKS, FEW, HALVES
 
 _ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
-_RARE = ("measure", FEW)  # for what came over a wire; for single matrices that no program takes
+_RARE = ("measure", FEW, HALVES)  # for what came over a wire; for products that are no part of a program
 _thread = threading.local()  # `checking`: what runs in it runs to be compared
 
 
@@ -35,6 +36,22 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
             check_kernel(name, device, dtype)
 
 
+def compile_ahead(device: torch.device, dtype: torch.dtype) -> None:
+    """Have begun what takes longest to compile, before it is needed. Returns at once.
+
+    Args:
+        device: Where it will run, if it can; nothing is done under a FakeTensorMode.
+        dtype: What products are computed in.
+    """
+    if _runs_here(device) and has_triton():
+        clusters.begin_to_compile(device, dtype)
+
+
+def _runs_here(device: torch.device) -> bool:
+    """Whether kernels are going to run there: not on a CPU, where they are interpreted, nor under a FakeTensorMode."""
+    return device.type == "cuda" and type(torch.empty(0, device="cpu")) is Tensor
+
+
 def check_kernels_ahead(device: torch.device, dtype: torch.dtype, *, alone: str | None = None) -> None:
     """Check kernels when an optimizer is made. Compiling all of them takes seconds, and less side by side.
 
@@ -46,7 +63,7 @@ def check_kernels_ahead(device: torch.device, dtype: torch.dtype, *, alone: str 
     Raises:
         RuntimeError: Names the kernel that is wrong.
     """
-    if device.type == "cuda" and type(torch.empty(0, device="cpu")) is Tensor:
+    if _runs_here(device):
         if alone is None:
             check_kernels(device, dtype)
         else:
@@ -95,8 +112,11 @@ def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:
         How far it is off, as a share of what rounding explains.
 
     Raises:
-        RuntimeError: If that is too far.
+        RuntimeError: If that is too far; or while a CUDA graph is captured, when nothing can be compared.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        found = "its first use is in a CUDA graph, and nothing can be compared with torch while one is captured"
+        raise RuntimeError(message(f"kernel {name}", found=found, do="Run what you capture once before, by itself"))
     _thread.checking = True
     try:
         with plain_arithmetic():

@@ -127,13 +127,15 @@ def symmetric_matmul_with(
 
 def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
     """The launch that is left to be told its coefficients."""
+    from meshmuon.kernels.self_check import FEW, HALVES, check_before_use  # whose problems are multiplied here
+
     a, b, c, d, rest = stacks
+    if rest is not None:
+        check_before_use(HALVES, a.device, a.dtype)
     if not _uses_tma(config, stacks):
         return partial(_launch_pointers, config, *stacks)
     batch, m, _ = a.shape
     if config.few and rest is None and few_tiles.can_run(a.device, a.dtype, batch=batch, m=m, same=b is None):
-        from meshmuon.kernels.self_check import FEW, check_before_use  # whose problems are multiplied here
-
         check_before_use(FEW, a.device, a.dtype)
         return few_tiles.FewLaunch(a, b, c, d).scaled
     result = Result(m, m, mirrored=True)

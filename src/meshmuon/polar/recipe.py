@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from meshmuon.config import Orthogonalizer, Restarts
 from meshmuon.kernels.clusters import is_available, is_possible
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
-from meshmuon.kernels.self_check import FEW, check_kernels_ahead
+from meshmuon.kernels.self_check import FEW, HALVES, check_kernels_ahead, compile_ahead
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import choose_restarts, held_small
@@ -122,6 +124,19 @@ class Recipe:
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
 
 
+def begin_to_compile(matrices: Iterable[Tensor], orthogonalizer: Orthogonalizer) -> None:
+    """Have begun, in the background, what takes longest to compile of what matrices will need. Returns at once.
+
+    Args:
+        matrices: Parameters that will be orthogonalized.
+        orthogonalizer: The user's choices.
+    """
+    if orthogonalizer.kernels == "torch":
+        return
+    for device, dtype in {(matrix.device, matrix.dtype) for matrix in matrices}:
+        compile_ahead(device, _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype))
+
+
 def choose_recipe(
     m: int,
     n: int,
@@ -171,8 +186,10 @@ def choose_recipe(
         compute = torch.float32
     symmetric = kernels.products == "triton"
     one_by_one = symmetric and program is None and way.form != "svd"
-    if one_by_one and m <= _ALONE_FROM and architecture is None:
-        check_kernels_ahead(device, compute, alone=FEW)  # which single matrices are given then
+    if one_by_one and architecture is None:  # products that are no part of a program
+        for name, wanted_there in ((FEW, m <= _ALONE_FROM), (HALVES, way.folded)):
+            if wanted_there:
+                check_kernels_ahead(device, compute, alone=name)
     free = program is not None or (symmetric and m >= _ALONE_FROM)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(

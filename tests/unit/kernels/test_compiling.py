@@ -1,5 +1,7 @@
 """Kernels in CUDA C++: compiled in the background, kept between processes, and missed aloud."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -160,6 +162,25 @@ def test_what_both_kernels_share_is_compiled_before_each_for_a_dtype(file, dtype
     names = ("instructions.cuh", "hopper.cuh", file)
     text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
     compiled.assert_called_once_with(text, architecture="sm_90a", options=[f'-DELEMENT="{element}"'])
+
+
+def test_the_thread_imports_nothing_of_triton():
+    """The one that asks does: two threads that import modules which need each other can find half of one."""
+    script = """
+import sys
+from unittest import mock
+import torch
+from meshmuon.kernels import hopper
+imported = []
+def compile_once(*_, **__):
+    imported.append("triton.runtime.cache" in sys.modules)
+assert "triton" not in sys.modules
+with mock.patch.object(hopper, "compile_once", compile_once):
+    hopper.machine_code("clusters.cu", torch.float16).result(60)
+assert imported == [True], imported
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_that_there_is_no_thread_to_compile_in_is_told_when_the_kernel_is_wanted():

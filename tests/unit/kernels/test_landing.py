@@ -159,7 +159,7 @@ class Restless(Kernel):
         self.stacks[product.second.d].zero_()
 
 
-STEPS, HALVES = "steps where directions are computed", "symmetric_matmul (in halves)"
+STEPS, HALVES = "steps where directions are computed", "a product in halves"
 WRONG = [(STEPS, wrong, dtype) for wrong in (Flipped, Undecayed, Cautious, Lazy) for dtype in ("float16", "bfloat16")]
 
 

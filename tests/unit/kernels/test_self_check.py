@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshmuon import Orthogonalizer
+from meshmuon import Muon, Orthogonalizer
 from meshmuon.kernels import elementwise, problems, self_check
 from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.configs import choose_config
@@ -64,6 +64,13 @@ def test_of_products_that_follow_each_other_the_last_ones_count():
             self_check.check_kernel(name, device, torch.float16)
 
 
+def test_a_kernel_that_is_first_used_in_a_captured_graph_is_refused_in_words():
+    """Else CUDA says that an operation is not permitted, and not what to do."""
+    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+    with capturing, pytest.raises(RuntimeError, match=r"in halves.*CUDA graph.*Run what you capture once before"):
+        self_check.check_before_use(self_check.HALVES, GPU, torch.float16)
+
+
 def test_sums_of_squares_that_are_wrong_are_refused():
     name, right = "update_momentum (norms)", elementwise.update_momentum
     assert self_check.check_kernel(name, CPU, torch.float16) < 1.0
@@ -112,12 +119,12 @@ def test_the_kernel_that_takes_longest_to_compile_is_begun_first_and_checked_las
     check = mock.patch.object(self_check, "check_kernel", side_effect=lambda name, *_: happened.append(name))
     with begin, check:
         self_check.check_kernels.__wrapped__(GPU, torch.float16)
-    by_clusters = ["one product after the other", "steps where directions are computed"]
-    assert happened[0] == "begun" and happened[-2:] == by_clusters
-    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", self_check.FEW}
+    by_clusters = ["a product in halves", "one product after the other", "steps where directions are computed"]
+    assert happened[0] == "begun" and happened[-3:] == by_clusters
+    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", self_check.FEW, self_check.HALVES}
 
 
-@pytest.mark.parametrize("alone", [None, self_check.FEW])
+@pytest.mark.parametrize("alone", [None, self_check.FEW, self_check.HALVES])
 def test_kernels_are_checked_ahead_on_a_gpu_alone(alone):
     with mock.patch.object(self_check, "check_kernels") as most, mock.patch.object(self_check, "check_alone") as one:
         self_check.check_kernels_ahead(CPU, torch.float16, alone=alone)
@@ -130,7 +137,47 @@ def test_kernels_are_checked_ahead_on_a_gpu_alone(alone):
     )
 
 
-def checked_for(m, *, steps=5, clusters=True, architecture=None, form="auto"):
+def compiled_for(params, **settings):
+    """What is begun to be compiled for an optimizer of parameters on a GPU that is not here."""
+    begun, torch_began = [], []
+    add = torch.optim.Optimizer.add_param_group
+
+    def add_group(self, group):
+        torch_began.append(list(begun))
+        add(self, group)
+
+    with (
+        mock.patch.object(recipe, "compile_ahead", lambda device, dtype: begun.append((device, dtype))),
+        mock.patch.object(torch.optim.Optimizer, "add_param_group", add_group),
+    ):
+        Muon(params, **settings)
+    assert torch_began[0] == begun, "torch imports its compiler with the first group, for a second"
+    return begun
+
+
+def test_what_takes_longest_to_compile_is_begun_before_torch_is_given_a_group():
+    matrix, vector = torch.zeros(8, 8, requires_grad=True), torch.zeros(8, requires_grad=True)
+    assert compiled_for([matrix]) == [(CPU, torch.float32)]
+    assert compiled_for([("blocks.up", matrix), ("norm", vector)]) == [(CPU, torch.float32)], "once"
+    wide = Orthogonalizer(dtype="bfloat16")
+    assert compiled_for([matrix, torch.zeros(8, 8)], orthogonalizer=wide) == [(CPU, torch.bfloat16)]
+    assert compiled_for([matrix], orthogonalizer=Orthogonalizer(kernels="torch")) == []
+    assert compiled_for([{"params": [vector], "algorithm": "adamw"}], allow_no_muon=True) == []
+
+
+def test_it_is_begun_only_where_kernels_are_going_to_run():
+    with mock.patch.object(self_check.clusters, "begin_to_compile") as begin:
+        self_check.compile_ahead(CPU, torch.float16)
+        with FakeTensorMode():
+            self_check.compile_ahead(GPU, torch.float16)
+        with mock.patch.object(self_check, "has_triton", return_value=False):
+            self_check.compile_ahead(GPU, torch.float16)
+        assert not begin.called
+        self_check.compile_ahead(GPU, torch.float16)
+    begin.assert_called_once_with(GPU, torch.float16)
+
+
+def checked_for(m, *, n=None, steps=5, clusters=True, architecture=None, form="auto"):
     """What is checked when the recipe of m rows is chosen, on a GPU that is not here."""
     patches = (
         mock.patch.object(recipe, "choose_kernels", return_value=Dispatch("triton", True, "for this test")),
@@ -139,7 +186,7 @@ def checked_for(m, *, steps=5, clusters=True, architecture=None, form="auto"):
     with patches[0], patches[1], mock.patch.object(recipe, "check_kernels_ahead") as ahead:
         recipe.choose_recipe(
             m,
-            2 * m,
+            n or 2 * m,
             schedule=resolve_schedule("polar_express", steps),
             orthogonalizer=Orthogonalizer(form=form),
             device=GPU,
@@ -156,6 +203,9 @@ def test_what_is_checked_follows_from_the_recipe():
     assert checked_for(4096) == [None], "never of few tiles"
     assert checked_for(1024, steps=14) == [None, self_check.FEW], "too long for a program"
     assert checked_for(1024, clusters=False) == [None, self_check.FEW], "no program"
+    assert checked_for(1024, n=4096, clusters=False) == [None, self_check.FEW, self_check.HALVES], "folded"
+    assert checked_for(4096, n=16384, clusters=False) == [None, self_check.HALVES]
+    assert checked_for(1024, n=4096) == [None], "in a program"
     assert checked_for(1024, steps=14, architecture="hopper") == [], "a GPU that is elsewhere"
     assert checked_for(1024, form="svd") == [None], "no products at all"
 
