@@ -39,6 +39,7 @@ from meshmuon.groups import (
     group_defaults,
     read_once,
     refuse_keywords,
+    unnamed,
 )
 from meshmuon.layout.homes import Homes
 from meshmuon.layout.plain import Sharded, plain_layouts
@@ -264,9 +265,9 @@ class Muon(Optimizer):
         group = complete_group(param_group, self._group_defaults, orthogonalizer=orthogonalizer, index=index)
         with self._layouts.undone_on_error():
             declare_shards(param_group, self._layouts, index=index)
-            tensors = check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
+            check_group_parameters(group, self.param_groups, layouts=self._layouts, index=index)
             if group["algorithm"] == "muon":  # now: with its first group torch imports its compiler, for a second
-                begin_to_compile(tensors, orthogonalizer)
+                begin_to_compile(unnamed(group["params"]), orthogonalizer)
             allowed = set(group)
             super().add_param_group(group)
             for key in set(self.defaults) - allowed:  # torch fills in every default; these belong to the other one

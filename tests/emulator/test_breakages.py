@@ -30,6 +30,10 @@ FEW = {
     "stores before all have staged": ("show_copy_engine();\n      sync();", "show_copy_engine();"),
     "leaves while its stores are read": ("stores_read();", ""),
     "expects two operands where one comes": ("task.once() ? ROWS * kBoxBytes : kSlotBytes", "kSlotBytes"),
+    "gives a slot back when one of two has read it": (
+        "barrier_init(ring.empty + 8 * i, task.groups());",
+        "barrier_init(ring.empty + 8 * i, 1);",
+    ),
     "takes the first of two boxes twice": ("group ? block.col : block.row", "block.row"),
 }
 CLUSTERS = {
@@ -67,7 +71,7 @@ def symmetric(*shape, seed):
     return (x + x.mT).half()
 
 
-PAIRED = (26, 136, 72)  # of each matrix six boxes, for five multiprocessors
+PAIRED = (26, 136, 1000)  # of each matrix six boxes, for five multiprocessors; more steps than slots
 
 
 def few_launches(gpu):
@@ -79,8 +83,9 @@ def few_launches(gpu):
             few_tiles.FewLaunch(a, None, c, d).scaled(1.5, -2.5, 3.0)
             few_tiles.FewLaunch(d, None, None, e).scaled(1e-3, 0.0, 0.0)
         yield from (d, e)
-    a, d = random(*PAIRED), torch.full((26, 136, 136), float("nan"), dtype=torch.float16)
-    few_tiles.FewLaunch(a, None, None, d).scaled(1.0, 0.0, 0.0)
+    a, c = random(*PAIRED), symmetric(26, 136, 136, seed=1)
+    d = torch.full_like(c, float("nan"))
+    few_tiles.FewLaunch(a, None, c, d).scaled(1.0, 2.0, 0.0)
     yield d
 
 
@@ -91,8 +96,9 @@ def few_wanted():
         Exact([Product(0, 0, 1, 2, mirrored=True)], [a, c, d]).scaled(1.5, -2.5, 3.0)
         Exact([Product(0, 0, None, 1, mirrored=True)], [d, e]).scaled(1e-3, 0.0, 0.0)
         yield from (d, e)
-    d = torch.empty(26, 136, 136, dtype=torch.float16)
-    Exact([Product(0, 0, None, 1, mirrored=True)], [random(*PAIRED), d]).scaled(1.0, 0.0, 0.0)
+    c = symmetric(26, 136, 136, seed=1)
+    d = torch.empty_like(c)
+    Exact([Product(0, 0, 1, 2, mirrored=True)], [random(*PAIRED), c, d]).scaled(1.0, 2.0, 0.0)
     yield d
 
 
@@ -129,6 +135,7 @@ KERNELS = {
 QUICK = {
     ("few_tiles.cu", "gives a slot back while it is read"),
     ("few_tiles.cu", "takes the first of two boxes twice"),
+    ("few_tiles.cu", "gives a slot back when one of two has read it"),
     ("clusters.cu", "takes no turns"),
     ("clusters.cu", "does not wait for products before"),
 }

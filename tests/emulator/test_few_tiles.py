@@ -10,7 +10,7 @@ from tests.emulator.gpu import Gpu, emulated
 
 # All kernels, pairs on the diagonal, sides that end in a part of a box, and more steps than slots.
 SHAPES = [(1, 8, 8), (1, 64, 64), (3, 136, 200), (1, 256, 1000), (1, 704, 64), (1, 768, 72), (12, 232, 520)]
-SHAPES += [(1, 1024, 72), (1, 1088, 200), (1, 1472, 136), (1, 1536, 64), (7, 512, 64)]
+SHAPES += [(1, 1024, 72), (1, 1088, 200), (1, 1472, 136), (1, 1536, 64), (7, 512, 64), (1, 1088, 648)]
 
 
 def random(*shape, dtype=torch.float16, seed=0):

@@ -128,12 +128,21 @@ def test_more_than_two_to_the_31_elements():
 def test_the_coefficients_compile_nothing():
     from meshmuon.kernels import symmetric_tiles
 
-    x = random(1, 256, 256, dtype=torch.float16)
-    symmetric_matmul(x, alpha=0.5, gamma=1.0)
-    before = sum(len(caches[0]) for caches in symmetric_tiles.tensor_memory_kernel.device_caches.values())
-    for alpha, gamma in ((1.0, 0.0), (-3.5, 2.0), (1e-3, 1e3)):
-        symmetric_matmul(x, alpha=alpha, gamma=gamma)
-    assert before == sum(len(caches[0]) for caches in symmetric_tiles.tensor_memory_kernel.device_caches.values())
+    x = random(1, 256, 256, dtype=torch.float16, scale=1 / 16)
+    c = symmetric_matmul(x)
+    eye = torch.eye(256, dtype=torch.float64, device="cuda")
+    ways = {
+        TileConfig(64, 64, 4, 3, tensor_memory=True): symmetric_tiles.tensor_memory_kernel,
+        TileConfig(64, 64, 4, 3): symmetric_tiles.pointer_kernel,
+    }
+    for config, kernel in ways.items():
+        compiled = []
+        for alpha, beta, gamma in ((0.5, 0.25, 1.0), (1.0, 2.0, 0.0), (-3.5, -0.5, 2.0), (1e-3, 1.0, 1e3)):
+            got = symmetric_matmul_with(config, x, alpha=alpha, beta=beta, c=c, gamma=gamma)
+            expected = alpha * x.double() @ x.double().mT + beta * c.double() + gamma * eye
+            assert distance(got, expected) < BOUND[x.dtype]
+            compiled.append(sum(len(caches[0]) for caches in kernel.device_caches.values()))
+        assert compiled == compiled[:1] * 4 and compiled[0] > 0
 
 
 def test_a_graph_replays_on_new_data():

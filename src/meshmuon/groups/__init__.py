@@ -3,7 +3,14 @@
 A group dict holds numbers, strings and tuples only, so that it pickles and loads with `weights_only=True`.
 """
 
-from meshmuon.groups.complete import check_group_parameters, complete_group, declare_shards, group_records, read_once
+from meshmuon.groups.complete import (
+    check_group_parameters,
+    complete_group,
+    declare_shards,
+    group_records,
+    read_once,
+    unnamed,
+)
 from meshmuon.groups.edited import recheck_groups_, replace_parameter_
 from meshmuon.groups.keys import MUON_ARGUMENTS, check_values, group_defaults
 from meshmuon.groups.unknown import refuse_keywords
@@ -20,4 +27,5 @@ __all__ = [
     "recheck_groups_",
     "refuse_keywords",
     "replace_parameter_",
+    "unnamed",
 ]

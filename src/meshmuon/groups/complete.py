@@ -154,9 +154,21 @@ def named_params(group: Mapping[str, Any], *, where: str) -> list[Any]:
     return listed
 
 
+def unnamed(params: Iterable[Any]) -> list[Any]:
+    """Leave out the names of parameters that have some.
+
+    Args:
+        params: Tensors or (name, tensor) pairs.
+
+    Returns:
+        The tensors.
+    """
+    return [item[1] if isinstance(item, tuple) else item for item in params]
+
+
 def check_group_parameters(
     group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, layouts: PlainLayouts, index: int
-) -> list[Tensor]:
+) -> None:
     """Check that a group's parameters can take its algorithm, and are not in another group.
 
     Args:
@@ -165,15 +177,11 @@ def check_group_parameters(
         layouts: Where plain tensors lie.
         index: Which group it will be.
 
-    Returns:
-        The parameters, without their names.
-
     Raises:
         TypeError: If a parameter is of a kind that cannot be trained.
         ValueError: If it does not fit its algorithm or view, or is already there.
     """
     taken, taken_names = _places(others)
-    tensors = []
     for position, item in enumerate(group["params"]):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (_unnamed(index, position), item)
         check_parameter(name, tensor)
@@ -183,8 +191,6 @@ def check_group_parameters(
             raise ValueError(message(f"parameter {name!r}", found=found, do="Give each parameter once"))
         if group["algorithm"] == "muon":
             MatrixView.of(group["view"]).blocks(name, layouts.shape_of(name, tensor))
-        tensors.append(tensor)
-    return tensors
 
 
 def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[int, str], dict[str, str]]:
@@ -257,7 +263,7 @@ def _algorithm(group: Mapping[str, Any], params: Sequence[Any], *, where: str) -
     if said:
         algorithm: Algorithm = next(iter(said.values()))
         return algorithm
-    tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+    tensors = unnamed(params)
     odd = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, Tensor) or tensor.ndim != 2]
     if odd:
         found = f"no algorithm, and parameters that are not 2-D (positions {some(map(str, odd))})"

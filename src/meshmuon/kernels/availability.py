@@ -25,6 +25,11 @@ def is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def runs_here(device: torch.device) -> bool:
+    """Tell whether kernels are going to run on a GPU: not on a CPU, where they are interpreted, nor by fake tensors."""
+    return device.type == "cuda" and type(torch.empty(0, device="cpu")) is Tensor
+
+
 def check_runnable(name: str, *tensors: Tensor) -> None:
     """Refuse to launch a kernel where it cannot run.
 

@@ -1,6 +1,6 @@
 """The kernels for Hopper that are written in CUDA C++: where they run, and how they come there.
 
-NVRTC compiles them on first use, what they share before each of them, in a thread of its own.
+NVRTC compiles them when they are first asked for, what they share before each of them, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import torch
 
 from meshmuon.errors import message, warn_user
-from meshmuon.kernels.availability import is_interpreted
+from meshmuon.kernels.availability import has_triton, is_interpreted
 from meshmuon.kernels.cuda import MachineCode, compile_once
 
 Source = Literal["clusters.cu", "few_tiles.cu"]
@@ -33,8 +33,12 @@ def why_impossible(device: torch.device, dtype: torch.dtype) -> str:
     Returns:
         The reason; empty if they can.
     """
-    if device.type != "cuda" or is_interpreted():
+    if device.type != "cuda":
         return "not on a Hopper GPU"
+    if not has_triton():  # then nothing is of ours
+        return "Triton is not installed"
+    if is_interpreted():
+        return "kernels are interpreted"
     if dtype not in DTYPES:
         return f"products in {dtype}"
     return "" if torch.cuda.is_available() and _is_hopper(device) else "not on a Hopper GPU"
@@ -48,6 +52,8 @@ def _is_hopper(device: torch.device) -> bool:
 @functools.cache
 def machine_code(source: Source, dtype: torch.dtype) -> Future[MachineCode]:
     """Have a kernel compiled in the background: it takes seconds, the first time on a machine.
+
+    Python waits for its threads: a process that ends before, after an error say, ends when the kernel is compiled.
 
     Args:
         source: Its file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,16 +12,25 @@ from torch.nn import functional
 
 from meshmuon.kernels import clusters, elementwise
 from meshmuon.kernels.agenda import Product, Result, Second
+from meshmuon.kernels.configs import architecture_of, choose_config
 from meshmuon.kernels.hopper import why_impossible
 from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.peaks import PeakFinder
-from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
+from meshmuon.kernels.symmetric_matmul import (
+    FEW,
+    GRAM,
+    HALVES,
+    POINTERS,
+    REST_SCALE,
+    TMA,
+    symmetric_matmul,
+    symmetric_matmul_with,
+)
 from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
 
 _ROUNDS = 4  # of two products in one launch
 STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
 FEW_TILES = (144, 976, 1040, 1424, 1488)  # rows of single matrices: cut in all the ways there are
-FEW, HALVES = "symmetric_matmul (few tiles)", "symmetric_matmul (in halves)"
 
 
 def _numbers(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -59,9 +69,24 @@ def _few(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _flat(list(got)), _flat(list(expected))
 
 
+def _through_tma(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _in_tiles(device, dtype, tensor_memory=True)
+
+
+def _through_pointers(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _in_tiles(device, dtype, tensor_memory=False)
+
+
+def _in_tiles(device: torch.device, dtype: torch.dtype, *, tensor_memory: bool) -> tuple[Tensor, Tensor]:
+    """By Triton, also where another kernel would be chosen. Through TMA only where the table ever does."""
+    x = _stack(device, dtype)
+    config = choose_config(architecture_of(device), *x.shape, dtype)
+    tensor_memory &= config.tensor_memory
+    config = replace(config, tensor_memory=tensor_memory, clusters=False, few=False)
+    return _all_terms(x, torch.bmm(x, x.mT), multiply=partial(symmetric_matmul_with, config))
+
+
 def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if dtype != torch.float16:
-        return _gram(device, dtype)  # nothing else is iterated on in halves
     x = _stack(device, dtype)
     rest = x.new_empty(*x.shape[:-1], x.shape[-2])
     return _from_halves(x, symmetric_matmul(x, rest=rest), rest)
@@ -80,8 +105,10 @@ def _halves_in_clusters(device: torch.device, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _from_halves(x: Tensor, high: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    got = (high.double() + rest.double() / REST_SCALE).to(torch.float32)
-    return got, torch.bmm(x.double(), x.double().mT)
+    """Both are about as large. Sums are in fp32, of which rounding takes nothing in fp32."""
+    product = torch.bmm(x.double(), x.double().mT)
+    taken = (product - high.double()) * (REST_SCALE if x.dtype != torch.float32 else 0.0)
+    return _flat([high, rest]), _flat([product, taken])
 
 
 def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -90,11 +117,11 @@ def _quadratic(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return _all_terms(_with_heavy_end(r / 32), r)
 
 
-def _all_terms(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def _all_terms(x: Tensor, c: Tensor, *, multiply: Callable[..., Tensor] | None = None) -> tuple[Tensor, Tensor]:
     wide = x.double()
     expected = torch.baddbmm(c.double(), wide, wide.mT, beta=-2.5, alpha=1.5)
     expected.diagonal(dim1=-2, dim2=-1).add_(3.0)
-    return symmetric_matmul(x, alpha=1.5, beta=-2.5, c=c, gamma=3.0), expected
+    return (multiply or symmetric_matmul)(x, alpha=1.5, beta=-2.5, c=c, gamma=3.0), expected
 
 
 def _one_after_the_other(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -234,8 +261,8 @@ def _peaks(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return PeakFinder().find(tensors), torch.stack([tensor.abs().max() for tensor in tensors])
 
 
-# Those that Triton compiles come first; their arguments are of the kind that steps pass, which compile no others then.
-# From the first product on they wait, on a Hopper GPU, for what is compiled in the background.
+# Of those that most steps run, Triton's come first; their arguments are of the kind that steps pass, which compile no
+# others then. From the first product on they wait, on a Hopper GPU, for what is compiled in the background.
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
     "peaks": _peaks,
     "measure": _measure,
@@ -243,11 +270,13 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] 
     "update_momentum (norms)": _norms,
     "normalise": _normalise,
     "apply_update": _apply,
-    "symmetric_matmul (gram)": _gram,
+    GRAM: _gram,
     "symmetric_matmul (quadratic)": _quadratic,
     "a product in halves": _halves_in_clusters,
     "one product after the other": _one_after_the_other,
     "steps where directions are computed": _landing,
     FEW: _few,
     HALVES: _halves,
+    TMA: _through_tma,
+    POINTERS: _through_pointers,
 }

@@ -6,16 +6,17 @@ import functools
 import threading
 
 import torch
-from torch import Tensor
 
 from meshmuon._compat import plain_arithmetic
 from meshmuon.errors import message
 from meshmuon.kernels import clusters
-from meshmuon.kernels.availability import has_triton
-from meshmuon.kernels.problems import CHECKS, FEW, HALVES
+from meshmuon.kernels.availability import runs_here
+from meshmuon.kernels.problems import CHECKS
+from meshmuon.kernels.symmetric_matmul import FEW, HALVES, POINTERS, TMA
 
 _ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
-_RARE = ("measure", FEW, HALVES)  # for what came over a wire; for products that are no part of a program
+# For what came over a wire; for products that are no part of a program.
+_RARE = ("measure", FEW, HALVES, TMA, POINTERS)
 _thread = threading.local()  # `checking`: what runs in it runs to be compared
 
 
@@ -36,22 +37,6 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
             check_kernel(name, device, dtype)
 
 
-def compile_ahead(device: torch.device, dtype: torch.dtype) -> None:
-    """Have begun what takes longest to compile, before it is needed. Returns at once.
-
-    Args:
-        device: Where it will run, if it can; nothing is done under a FakeTensorMode.
-        dtype: What products are computed in.
-    """
-    if _runs_here(device) and has_triton():
-        clusters.begin_to_compile(device, dtype)
-
-
-def _runs_here(device: torch.device) -> bool:
-    """Whether kernels are going to run there: not on a CPU, where they are interpreted, nor under a FakeTensorMode."""
-    return device.type == "cuda" and type(torch.empty(0, device="cpu")) is Tensor
-
-
 def check_kernels_ahead(device: torch.device, dtype: torch.dtype, *, alone: str | None = None) -> None:
     """Check kernels when an optimizer is made. Compiling all of them takes seconds, and less side by side.
 
@@ -63,7 +48,7 @@ def check_kernels_ahead(device: torch.device, dtype: torch.dtype, *, alone: str 
     Raises:
         RuntimeError: Names the kernel that is wrong.
     """
-    if _runs_here(device):
+    if runs_here(device):
         if alone is None:
             check_kernels(device, dtype)
         else:
@@ -90,13 +75,13 @@ def check_before_use(name: str, device: torch.device, dtype: torch.dtype) -> Non
 
     Args:
         name: Of the kernel.
-        device: Where.
+        device: Where; nothing is done on a CPU, where it is interpreted.
         dtype: What products are computed in.
 
     Raises:
         RuntimeError: If it is wrong there.
     """
-    if not getattr(_thread, "checking", False):
+    if runs_here(device) and not getattr(_thread, "checking", False):
         check_alone(name, device, dtype)
 
 

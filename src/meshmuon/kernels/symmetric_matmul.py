@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ _MOST_BOUND = 4096
 REST_SCALE = 2048.0  # unscaled, what rounding takes from fp16 would often be subnormal, with few digits
 _Stacks: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]  # a, b, c, out, rest
 _Launch: TypeAlias = Callable[[float, float, float], None]
+# What is multiplied to check the kernels (problems.py).
+GRAM, HALVES = "symmetric_matmul (gram)", "symmetric_matmul (in halves)"
+FEW, TMA, POINTERS = (f"symmetric_matmul ({how})" for how in ("few tiles", "through TMA", "through pointers"))
 _compiled: dict[tuple[Any, ...], Any] = {}
 _bound: dict[tuple[Any, ...], _Launch] = {}
 
@@ -125,29 +128,57 @@ def symmetric_matmul_with(
     return result
 
 
-def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
-    """The launch that is left to be told its coefficients."""
-    from meshmuon.kernels.self_check import FEW, HALVES, check_before_use  # whose problems are multiplied here
+class _Way(NamedTuple):
+    """A kernel that can take a product.
 
-    a, b, c, d, rest = stacks
-    if rest is not None:
-        check_before_use(HALVES, a.device, a.dtype)
-    if not _uses_tma(config, stacks):
-        return partial(_launch_pointers, config, *stacks)
+    Attributes:
+        check: The problem by which it is compared with torch.
+        bind: Given tiles and stacks, gives the launch that is left to be told its coefficients.
+    """
+
+    check: str
+    bind: Callable[[TileConfig, _Stacks], _Launch]
+
+
+def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
+    """The launch of a kernel that has been compared with torch."""
+    from meshmuon.kernels.self_check import check_before_use  # whose problems are multiplied here
+
+    way = _choose_way(config, stacks)
+    check_before_use(way.check, stacks[0].device, stacks[0].dtype)
+    return way.bind(config, stacks)
+
+
+def _choose_way(config: TileConfig, stacks: _Stacks) -> _Way:
+    a, b, _, _, rest = stacks
+    tma = _uses_tma(config, stacks)
+    if rest is not None or not tma:
+        return _Way(POINTERS if rest is None else HALVES, _in_tiles if tma else _through_pointers)
     batch, m, _ = a.shape
-    if config.few and rest is None and few_tiles.can_run(a.device, a.dtype, batch=batch, m=m, same=b is None):
-        check_before_use(FEW, a.device, a.dtype)
-        return few_tiles.FewLaunch(a, b, c, d).scaled
+    if config.few and few_tiles.can_run(a.device, a.dtype, batch=batch, m=m, same=b is None):
+        return _Way(FEW, _in_few_tiles)
     result = Result(m, m, mirrored=True)
-    if config.clusters and rest is None and clusters.can_run(a.device, a.dtype, batch=batch, results=(result,)):
-        return _in_clusters(a, b, c, d)
+    if config.clusters and clusters.can_run(a.device, a.dtype, batch=batch, results=(result,)):
+        return _Way(GRAM, _in_clusters)
+    return _Way(TMA, _in_tiles)
+
+
+def _in_tiles(config: TileConfig, stacks: _Stacks) -> _Launch:
     return _Bound(config, *stacks)
 
 
-def _in_clusters(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor) -> _Launch:
+def _through_pointers(config: TileConfig, stacks: _Stacks) -> _Launch:
+    return partial(_launch_pointers, config, *stacks)
+
+
+def _in_few_tiles(config: TileConfig, stacks: _Stacks) -> _Launch:
+    return few_tiles.FewLaunch(*stacks[:4]).scaled
+
+
+def _in_clusters(config: TileConfig, stacks: _Stacks) -> _Launch:
+    a, b, c, d, _ = stacks
     product = Product(a=0, b=0 if b is None else 1, c=None if c is None else 2, d=3, mirrored=True)
-    stacks = (a, a if b is None else b, d if c is None else c, d)
-    return clusters.ClusterLaunch([product], stacks).scaled
+    return clusters.ClusterLaunch([product], (a, a if b is None else b, d if c is None else c, d)).scaled
 
 
 def _stacks(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None) -> _Stacks:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from meshmuon.config import Orthogonalizer, Restarts
+from meshmuon.kernels import clusters
+from meshmuon.kernels.availability import runs_here
 from meshmuon.kernels.clusters import is_available, is_possible
 from meshmuon.kernels.configs import Architecture
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
-from meshmuon.kernels.self_check import FEW, HALVES, check_kernels_ahead, compile_ahead
+from meshmuon.kernels.self_check import check_kernels_ahead
+from meshmuon.kernels.symmetric_matmul import FEW, HALVES
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import choose_restarts, held_small
@@ -131,10 +134,9 @@ def begin_to_compile(matrices: Iterable[Tensor], orthogonalizer: Orthogonalizer)
         matrices: Parameters that will be orthogonalized.
         orthogonalizer: The user's choices.
     """
-    if orthogonalizer.kernels == "torch":
-        return
     for device, dtype in {(matrix.device, matrix.dtype) for matrix in matrices}:
-        compile_ahead(device, _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype))
+        if orthogonalizer.kernels != "torch" and runs_here(device):
+            clusters.begin_to_compile(device, _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype))
 
 
 def choose_recipe(

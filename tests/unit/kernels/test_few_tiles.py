@@ -167,18 +167,19 @@ def test_a_product_of_two_matrices_says_so():
 
 
 def launches(*, few, rest=None, b=None, asked=None):
-    """Which kernel symmetric_matmul takes on a device where few tiles can run, or cannot."""
+    """Which kernel symmetric_matmul takes on a GPU where few tiles can run, or cannot, and by what it was checked."""
     a, d = torch.empty(1, 1024, 64, dtype=torch.float16), torch.empty(1, 1024, 1024, dtype=torch.float16)
     config = choose_config("hopper", 1, 1024, 64, torch.float16)
     with (
         mock.patch.object(few_tiles, "can_run", return_value=few) as can_run,
         mock.patch.object(few_tiles, "FewLaunch", return_value=SimpleNamespace(scaled="few")),
         mock.patch.object(symmetric_matmul, "_Bound", return_value="triton"),
+        mock.patch.object(self_check, "runs_here", return_value=True),
         mock.patch.object(self_check, "check_alone") as checked,
     ):
         found = symmetric_matmul._bind(config, (a, b, None, d, rest))
-    names = [self_check.FEW] * (found == "few") + [self_check.HALVES] * (rest is not None)
-    assert checked.mock_calls == [mock.call(name, a.device, a.dtype) for name in names]
+    name = symmetric_matmul.FEW if found == "few" else symmetric_matmul.TMA if rest is None else symmetric_matmul.HALVES
+    checked.assert_called_once_with(name, a.device, a.dtype)
     if asked is not None:
         asked.extend(call.kwargs for call in can_run.mock_calls)
     return found
@@ -215,6 +216,7 @@ def test_who_multiplies_without_an_optimizer_is_not_given_a_wrong_kernel():
         mock.patch.object(symmetric_matmul, "architecture_of", return_value="hopper"),
         mock.patch.object(problems, "why_impossible", return_value=""),
         mock.patch.object(problems, "FEW_TILES", (144, 208)),
+        mock.patch.object(self_check, "runs_here", return_value=True),
         pytest.raises(RuntimeError, match=r"kernel symmetric_matmul \(few tiles\): off by"),
     ):
         symmetric_matmul._bind(config, (x, None, None, x.new_empty(1, 256, 256), None))

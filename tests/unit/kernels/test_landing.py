@@ -159,11 +159,11 @@ class Restless(Kernel):
         self.stacks[product.second.d].zero_()
 
 
-STEPS, HALVES = "steps where directions are computed", "a product in halves"
+STEPS, IN_HALVES = "steps where directions are computed", "a product in halves"
 WRONG = [(STEPS, wrong, dtype) for wrong in (Flipped, Undecayed, Cautious, Lazy) for dtype in ("float16", "bfloat16")]
 
 
-@pytest.mark.parametrize(("name", "wrong", "dtype"), [*WRONG, (HALVES, Restless, "float16")])
+@pytest.mark.parametrize(("name", "wrong", "dtype"), [*WRONG, (IN_HALVES, Restless, "float16")])
 def test_the_self_check_refuses_a_wrong_one(name, wrong, dtype):
     dtype = getattr(torch, dtype)
     there = mock.patch.object(problems.clusters, "can_run", return_value=True)

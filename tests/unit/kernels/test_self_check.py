@@ -1,5 +1,8 @@
 """Kernels are compared with torch before they are used: which, when, and on which tiles."""
 
+import importlib
+import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -7,14 +10,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshmuon import Muon, Orthogonalizer
-from meshmuon.kernels import elementwise, problems, self_check
+from meshmuon.kernels import dispatch, elementwise, hopper, problems, self_check
 from meshmuon.kernels.agenda import list_pairs
-from meshmuon.kernels.configs import choose_config
+from meshmuon.kernels.configs import TileConfig, choose_config
 from meshmuon.kernels.dispatch import Dispatch
 from meshmuon.kernels.few_tiles import CUTS, choose_cut
+from meshmuon.kernels.symmetric_matmul import FEW, GRAM, HALVES, POINTERS, REST_SCALE, TMA
 from meshmuon.polar import recipe
 from meshmuon.polar.coefficients import resolve_schedule
 
+module = importlib.import_module("meshmuon.kernels.symmetric_matmul")  # not the function of that name
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -32,10 +37,81 @@ def test_a_wrong_kernel_is_refused_by_name():
 
 
 def test_a_rest_that_is_wrong_is_refused():
-    name, device = "symmetric_matmul (in halves)", torch.device("cpu")
-    assert self_check.check_kernel(name, device, torch.float16) < 1.0
+    assert self_check.check_kernel(HALVES, CPU, torch.float16) < 1.0
     with mock.patch.object(problems, "REST_SCALE", 1.0), pytest.raises(RuntimeError, match="in halves"):
-        self_check.check_kernel(name, device, torch.float16)
+        self_check.check_kernel(HALVES, CPU, torch.float16)
+
+
+RESTS = {
+    "right": lambda taken: taken * REST_SCALE,
+    "nothing": lambda taken: 0 * taken,
+    "unscaled": lambda taken: taken,
+    "of the other sign": lambda taken: -taken * REST_SCALE,
+    "of another tile": lambda taken: taken.roll(64, -1) * REST_SCALE,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mistake", RESTS)
+def test_a_rest_is_checked_in_every_dtype_that_has_one(mistake, dtype):
+    def multiply(x, *, rest):
+        total = torch.bmm(x.float(), x.float().mT)
+        rest.copy_(RESTS[mistake](total - total.to(dtype).float()))
+        return total.to(dtype)
+
+    with mock.patch.object(problems, "symmetric_matmul", multiply):
+        if mistake == "right":
+            assert self_check.check_kernel(HALVES, CPU, dtype) < 0.1
+        else:
+            with pytest.raises(RuntimeError, match="in halves"):
+                self_check.check_kernel(HALVES, CPU, dtype)
+
+
+def test_in_fp32_rounding_takes_nothing():
+    assert self_check.check_kernel(HALVES, CPU, torch.float32) < 1.0
+
+
+@pytest.mark.parametrize(("name", "launch"), [(TMA, "_Bound"), (POINTERS, "_launch_pointers")])
+def test_tiles_are_checked_where_other_kernels_would_be_chosen(name, launch):
+    anything = TileConfig(64, 64, 4, 3, tensor_memory=True, clusters=True, few=True)
+    with (
+        mock.patch.object(problems, "choose_config", return_value=anything),
+        mock.patch.object(module.clusters, "can_run", return_value=True),
+        mock.patch.object(module.few_tiles, "can_run", return_value=True),
+        mock.patch.object(module, launch, wraps=getattr(module, launch)) as launched,
+    ):
+        assert self_check.check_kernel(name, CPU, torch.float16) < 1.0
+    assert launched.call_count == 1
+
+
+def checked_by(config, *, clusters=False, few=False, rest=False, aligned=True):
+    """By which problem a product's kernel is compared before its first use on a GPU."""
+    a = torch.empty(1, 72, 40 if aligned else 39, dtype=torch.float16)
+    d = torch.empty(1, 72, 72, dtype=torch.float16)
+    with (
+        mock.patch.object(self_check, "runs_here", return_value=True),
+        mock.patch.object(self_check, "check_alone") as checked,
+        mock.patch.object(module.clusters, "can_run", return_value=clusters),
+        mock.patch.object(module.few_tiles, "can_run", return_value=few),
+        mock.patch.object(module.clusters, "ClusterLaunch"),
+        mock.patch.object(module.few_tiles, "FewLaunch"),
+    ):
+        module._bind(config, (a, None, None, d, d.clone() if rest else None))
+    ((name, device, dtype),) = (call.args for call in checked.mock_calls)
+    assert (device, dtype) == (CPU, torch.float16)
+    return name
+
+
+def test_whatever_takes_a_product_has_been_checked():
+    tma, pointers = TileConfig(64, 64, 4, 3, tensor_memory=True), TileConfig(64, 64, 4, 3)
+    assert checked_by(pointers) == checked_by(tma, aligned=False) == POINTERS
+    assert checked_by(tma) == TMA
+    assert checked_by(replace(tma, few=True), few=True) == FEW
+    assert checked_by(replace(tma, few=True), few=False) == TMA
+    assert checked_by(replace(tma, clusters=True), clusters=True) == GRAM
+    assert checked_by(replace(tma, clusters=True, few=True), clusters=True, few=True, rest=True) == HALVES
+    assert checked_by(pointers, rest=True) == HALVES
+    assert {GRAM, FEW, HALVES, TMA, POINTERS} <= set(self_check.CHECKS)
 
 
 def launch_by_torch(products, stacks, written):
@@ -68,7 +144,7 @@ def test_a_kernel_that_is_first_used_in_a_captured_graph_is_refused_in_words():
     """Else CUDA says that an operation is not permitted, and not what to do."""
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
     with capturing, pytest.raises(RuntimeError, match=r"in halves.*CUDA graph.*Run what you capture once before"):
-        self_check.check_before_use(self_check.HALVES, GPU, torch.float16)
+        self_check.check_before_use(HALVES, GPU, torch.float16)
 
 
 def test_sums_of_squares_that_are_wrong_are_refused():
@@ -108,7 +184,7 @@ def test_where_few_tiles_can_run_all_of_them_are_compared():
 
     possible = mock.patch.object(problems, "why_impossible", return_value="")
     with possible, mock.patch.object(problems, "_all_terms", all_terms):
-        got, expected = self_check.CHECKS[self_check.FEW](CPU, torch.float32)
+        got, expected = self_check.CHECKS[FEW](CPU, torch.float32)
     assert seen == [(1, rows, 208) for rows in problems.FEW_TILES]
     assert got.numel() == expected.numel() == sum(rows * rows for rows in problems.FEW_TILES)
 
@@ -121,10 +197,10 @@ def test_the_kernel_that_takes_longest_to_compile_is_begun_first_and_checked_las
         self_check.check_kernels.__wrapped__(GPU, torch.float16)
     by_clusters = ["a product in halves", "one product after the other", "steps where directions are computed"]
     assert happened[0] == "begun" and happened[-3:] == by_clusters
-    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", self_check.FEW, self_check.HALVES}
+    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", FEW, HALVES, TMA, POINTERS}
 
 
-@pytest.mark.parametrize("alone", [None, self_check.FEW, self_check.HALVES])
+@pytest.mark.parametrize("alone", [None, FEW, HALVES])
 def test_kernels_are_checked_ahead_on_a_gpu_alone(alone):
     with mock.patch.object(self_check, "check_kernels") as most, mock.patch.object(self_check, "check_alone") as one:
         self_check.check_kernels_ahead(CPU, torch.float16, alone=alone)
@@ -147,7 +223,8 @@ def compiled_for(params, **settings):
         add(self, group)
 
     with (
-        mock.patch.object(recipe, "compile_ahead", lambda device, dtype: begun.append((device, dtype))),
+        mock.patch.object(recipe, "runs_here", return_value=True),
+        mock.patch.object(recipe.clusters, "begin_to_compile", lambda device, dtype: begun.append((device, dtype))),
         mock.patch.object(torch.optim.Optimizer, "add_param_group", add_group),
     ):
         Muon(params, **settings)
@@ -166,15 +243,41 @@ def test_what_takes_longest_to_compile_is_begun_before_torch_is_given_a_group():
 
 
 def test_it_is_begun_only_where_kernels_are_going_to_run():
-    with mock.patch.object(self_check.clusters, "begin_to_compile") as begin:
-        self_check.compile_ahead(CPU, torch.float16)
+    fake = mock.Mock(device=GPU, dtype=torch.float32)
+    with mock.patch.object(recipe.clusters, "begin_to_compile") as begin:
+        recipe.begin_to_compile([torch.zeros(8, 8)], Orthogonalizer())
         with FakeTensorMode():
-            self_check.compile_ahead(GPU, torch.float16)
-        with mock.patch.object(self_check, "has_triton", return_value=False):
-            self_check.compile_ahead(GPU, torch.float16)
+            recipe.begin_to_compile([fake], Orthogonalizer())
         assert not begin.called
-        self_check.compile_ahead(GPU, torch.float16)
+        recipe.begin_to_compile([fake], Orthogonalizer())
     begin.assert_called_once_with(GPU, torch.float16)
+
+
+def test_a_gpu_without_triton_takes_torch():
+    """Asking whether kernels are interpreted imported Triton, and that was the end of it."""
+    without = [mock.patch.object(module, "has_triton", return_value=False) for module in (hopper, dispatch)]
+    hidden = mock.patch.dict(sys.modules, {"triton": None})
+    with without[0], without[1], hidden:
+        hopper.is_interpreted.cache_clear()
+        try:
+            chosen = choose(1024, 2048, kernels="auto")
+            recipe.begin_to_compile([mock.Mock(device=GPU, dtype=torch.float32)], Orthogonalizer())
+        finally:
+            hopper.is_interpreted.cache_clear()
+    assert chosen.kernels == Dispatch("torch", False, "Triton is not installed")
+
+
+def choose(m, n, *, steps=5, architecture=None, **wishes):
+    return recipe.choose_recipe(
+        m,
+        n,
+        schedule=resolve_schedule("polar_express", steps),
+        orthogonalizer=Orthogonalizer(**wishes),
+        device=GPU,
+        dtype=torch.float32,
+        eps=1e-7,
+        architecture=architecture,
+    )
 
 
 def checked_for(m, *, n=None, steps=5, clusters=True, architecture=None, form="auto"):
@@ -184,16 +287,7 @@ def checked_for(m, *, n=None, steps=5, clusters=True, architecture=None, form="a
         mock.patch.object(recipe, "is_available", return_value=clusters),
     )
     with patches[0], patches[1], mock.patch.object(recipe, "check_kernels_ahead") as ahead:
-        recipe.choose_recipe(
-            m,
-            n or 2 * m,
-            schedule=resolve_schedule("polar_express", steps),
-            orthogonalizer=Orthogonalizer(form=form),
-            device=GPU,
-            dtype=torch.float32,
-            eps=1e-7,
-            architecture=architecture,
-        )
+        choose(m, n or 2 * m, steps=steps, architecture=architecture, form=form)
     assert all(call.args == (GPU, torch.float16) for call in ahead.mock_calls)
     return [call.kwargs.get("alone") for call in ahead.mock_calls]
 
@@ -201,10 +295,10 @@ def checked_for(m, *, n=None, steps=5, clusters=True, architecture=None, form="a
 def test_what_is_checked_follows_from_the_recipe():
     assert checked_for(1024) == [None]
     assert checked_for(4096) == [None], "never of few tiles"
-    assert checked_for(1024, steps=14) == [None, self_check.FEW], "too long for a program"
-    assert checked_for(1024, clusters=False) == [None, self_check.FEW], "no program"
-    assert checked_for(1024, n=4096, clusters=False) == [None, self_check.FEW, self_check.HALVES], "folded"
-    assert checked_for(4096, n=16384, clusters=False) == [None, self_check.HALVES]
+    assert checked_for(1024, steps=14) == [None, FEW], "too long for a program"
+    assert checked_for(1024, clusters=False) == [None, FEW], "no program"
+    assert checked_for(1024, n=4096, clusters=False) == [None, FEW, HALVES], "folded"
+    assert checked_for(4096, n=16384, clusters=False) == [None, HALVES]
     assert checked_for(1024, n=4096) == [None], "in a program"
     assert checked_for(1024, steps=14, architecture="hopper") == [], "a GPU that is elsewhere"
     assert checked_for(1024, form="svd") == [None], "no products at all"
@@ -250,8 +344,9 @@ def test_every_mistake_of_a_product_is_larger_than_rounding(mistake, dtype):
 
     possible = mock.patch.object(problems, "why_impossible", return_value="")
     as_on_a_gpu = mock.patch.object(problems, "SMALL_STACK", (2, *problems.STACK[1:]))
-    with possible, as_on_a_gpu, mock.patch.object(problems, "symmetric_matmul", multiply):
-        for name in (self_check.FEW, "symmetric_matmul (quadratic)"):
+    in_tiles = mock.patch.object(problems, "symmetric_matmul_with", lambda config, x, **terms: multiply(x, **terms))
+    with possible, as_on_a_gpu, in_tiles, mock.patch.object(problems, "symmetric_matmul", multiply):
+        for name in (FEW, "symmetric_matmul (quadratic)", TMA, POINTERS):
             if mistake == "nothing":
                 assert self_check.check_kernel(name, CPU, dtype) < 0.1
             else:
@@ -262,4 +357,4 @@ def test_every_mistake_of_a_product_is_larger_than_rounding(mistake, dtype):
 def test_a_check_under_autocast_is_one_without():
     possible = mock.patch.object(problems, "why_impossible", return_value="")
     with possible, mock.patch.object(problems, "FEW_TILES", (144,)), torch.autocast("cpu", torch.bfloat16):
-        assert self_check.check_kernel(self_check.FEW, CPU, torch.float16) < 1.0
+        assert self_check.check_kernel(FEW, CPU, torch.float16) < 1.0
