@@ -169,7 +169,7 @@ PARTS = {
         "training.json",
         (
             _training_goal("0.5b", most=2.5),
-            _training_goal("0.5b", most=1, equal_weights=True),
+            _training_goal("0.5b", most=None, equal_weights=True),
             _training_goal("124m", most=None),
         ),
     ),

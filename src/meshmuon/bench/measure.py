@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshmuon import __version__
 from meshmuon.bench.workloads import Ceilings, Shape
+from meshmuon.kernels.availability import triton_version
 
 Say = Callable[[str], None]
 
@@ -142,6 +143,7 @@ def circumstances(device: str) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name() if device != "cpu" else platform.processor() or "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": triton_version(),
         "python": platform.python_version(),
         "meshmuon": __version__,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from meshmuon.errors import message
 def has_triton() -> bool:
     """Tell whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
+
+
+def triton_version() -> str:
+    """Say which Triton is installed, without importing it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @functools.cache

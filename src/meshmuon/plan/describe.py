@@ -164,9 +164,9 @@ def _summary(plan: Plan, total: int) -> list[str]:
         where = "" if plan.ranks == 1 else " on this rank"
         lines.append(
             f"orthogonalization{where}: {matrices} matrices, {human(flops, unit='FLOP')} a step in {len(plan.buckets)} "
-            f"batches ({_recipes(plan.buckets)}); workspace up to {human(widest, unit='B')}"
+            f"batches; workspace up to {human(widest, unit='B')}"
         )
-    lines += [*_landing(plan), *_invariance(plan)]
+    lines += [*_recipes(plan.buckets), *_landing(plan), *_invariance(plan)]
     budget = plan.execution.workspace_bytes
     for bucket in plan.buckets:
         if (needs := bucket.bytes) > budget:
@@ -300,5 +300,14 @@ def cuts_of(parameter: ParameterRecord) -> str:
     return " ".join(cuts) or "replicated"
 
 
-def _recipes(buckets: Sequence[Bucket]) -> str:
-    return ", ".join(sorted({bucket.recipe.describe() for bucket in buckets}))
+def _recipes(buckets: Sequence[Bucket]) -> list[str]:
+    """How each shape is computed, and why by these kernels. A line for shapes that are alike in both."""
+    shapes: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for bucket in sorted(buckets, key=lambda bucket: bucket.wide_shape):
+        alike = shapes.setdefault((bucket.recipe.describe(), bucket.recipe.kernels.reason), [])
+        if bucket.wide_shape not in alike:
+            alike.append(bucket.wide_shape)
+    return [
+        f"  {some((f'{short}x{long}' for short, long in alike), limit=8)}: {recipe} ({reason})"
+        for (recipe, reason), alike in shapes.items()
+    ]

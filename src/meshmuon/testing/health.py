@@ -8,7 +8,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from meshmuon import __version__
 from meshmuon.config import Orthogonalizer
 from meshmuon.kernels import clusters
+from meshmuon.kernels.availability import triton_version
 from meshmuon.kernels.configs import VARIABLE, architecture_of, tuned_tiles
 from meshmuon.kernels.dispatch import Dispatch, choose_kernels
 from meshmuon.kernels.self_check import CHECKS as KERNELS
@@ -74,13 +74,9 @@ def versions(site: Site) -> Iterator[Finding]:
         One finding.
     """
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "not installed"
     detail = (
-        f"meshmuon {__version__}, torch {torch.__version__}, python {platform.python_version()}, triton {triton}, "
-        f"{platform.system()} {platform.machine()}"
+        f"meshmuon {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
+        f"triton {triton_version()}, {platform.system()} {platform.machine()}"
     )
     least = ".".join(map(str, LEAST_TORCH))
     yield Finding("versions", found >= LEAST_TORCH, detail, f"pip install -U 'torch>={least}'")

@@ -99,11 +99,6 @@ SPOILED = {
     "X·Xᵀ of 4096x4096: cuBLAS / ours": ("products.json", ("1x4096x4096", "ms"), 1.1),
     "moe 4x64: layout_invariant=True costs, %": ("options.json", ("moe 4x64", "layout_invariant", "ms"), 1.06),
     "training step of 0.5b, 524288 tokens": ("training.json", ("0.5b, 524288 tokens", OURS, "training step ms"), 103.0),
-    "training step with equal weights of 0.5b": (
-        "training.json",
-        ("0.5b, 524288 tokens", OURS, "training step with equal weights ms"),
-        101.5,
-    ),
 }
 
 

@@ -291,6 +291,26 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
     assert "cluster program" in str(small.recipes), "as on the GPU"
 
 
+def test_the_plan_says_of_each_shape_how_it_is_computed_and_why():
+    def said(shapes, gpu):
+        plan = plan_for(shapes, {"gpu": 1}, {"gpu": "replicate"}, gpu).plan
+        return [line.strip() for line in str(plan).splitlines() if line.startswith("  ")]
+
+    shapes = {"q": (1024, 1024), "k": (1024, 1024), "up": (4096, 1024), "small": (512, 128), "large": (16384, 16384)}
+    assert said(shapes, "h200") == [
+        "128x512: gram folded 2 float16 cluster program (all products in one launch)",
+        "1024x1024: gram restart 2,3 float16 paired program (symmetric results cost half)",
+        "1024x4096: gram folded 2 float16 paired program (symmetric results cost half)",
+        "16384x16384: standard float16 triton kernels (symmetric results cost half)",
+    ]
+    assert said(shapes, "b200") == [
+        "128x512, 1024x4096: gram restart 2 float16 (our kernels are not measured on blackwell)",
+        "1024x1024, 16384x16384: standard float16 (our kernels are not measured on blackwell)",
+    ]
+    (many,) = said({f"w{i}": (16 * i, 1024) for i in range(1, 12)}, "b200")
+    assert many.startswith("16x1024, 32x1024, ") and "128x1024 and 3 more: gram" in many
+
+
 def test_the_plan_says_which_updates_are_taken_where_they_are_computed():
     def said(shapes, ranks=1, gpu="h200"):
         plan = plan_for(shapes, {"fsdp": ranks}, {"fsdp": "shard0"}, gpu).plan
