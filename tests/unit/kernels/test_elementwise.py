@@ -117,12 +117,13 @@ def test_both_branches_of_lerp(momentum):
 
 @pytest.mark.parametrize("state", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad", [torch.float16, torch.bfloat16], ids=str)
-def test_other_dtypes_l2_and_unscale(grad, state):
-    slots, size = bucket([(40, 24), (24, 40)], param=grad, buffer=state, grad=grad)
+@pytest.mark.parametrize("shapes", [[(40, 24), (24, 40)], [(3, 33, 50), (50, 33)]], ids=["even", "odd, three at once"])
+def test_other_dtypes_l2_and_unscale(shapes, grad, state):
+    slots, size = bucket(shapes, param=grad, buffer=state, grad=grad)
     wanted = [expected_momentum(slot, momentum=0.9, nesterov=True, l2=0.1, unscale=0.25) for slot in slots]
     inputs = torch.empty(size, dtype=torch.bfloat16)
     [(table, positions)] = build_tables(slots)
-    assert positions == [0, 1] and table.aligned
+    assert len(positions) == len(slots) and table.aligned == (len(shapes[0]) == 2)
     scale = torch.tensor(0.25, dtype=torch.float64)
     elementwise.update_momentum(table, inputs, numbers=numbers(0.9, 0.1), nesterov=True, l2=True, unscale=scale)
     for slot, (buffer, average) in zip(slots, wanted, strict=True):

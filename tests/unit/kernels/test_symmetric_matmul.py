@@ -86,13 +86,26 @@ def test_two_that_commute_with_all_terms(batch, m, way, dtype):
     assert torch.equal(got, got.mT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (5, 3), (33, 17), (67, 129)])
-def test_odd_sizes_and_strides_go_through_pointers(m, k):
-    x = random(2, k, m).mT  # k is not the contiguous dim, and rows are not aligned
+def test_odd_sizes_and_strides_go_through_pointers(m, k, batch, dtype):
+    x = random(batch, k, m, dtype=dtype).mT  # k is not the contiguous dim, and rows are not aligned
     with mock.patch.object(module, "_descriptor", side_effect=AssertionError("TMA cannot read this")):
-        got = symmetric_matmul_with(TMA, x, out=poisoned(2, m, m, dtype=x.dtype))
-    assert distance(got, x.double() @ x.double().mT) < 2e-6
+        got = symmetric_matmul_with(TMA, x, out=poisoned(batch, m, m, dtype=dtype))
+    assert distance(got, x.double() @ x.double().mT) < BOUND[dtype]
     assert torch.equal(got, got.mT)
+
+
+def test_rows_so_far_apart_that_their_offsets_need_64_bits():
+    """The last row of a tile is more than 2^31 numbers behind its first. Only what is touched takes memory."""
+    m, k, step = 33, 24, 70_000_000
+    rows = torch.empty(m * step, dtype=torch.float16).view(m, step)[None, :, :k]
+    rows.copy_(random(1, m, k))
+    assert (POINTER.block - 1) * step > 2**31
+    got = symmetric_matmul_with(POINTER, rows, out=poisoned(1, m, m, dtype=rows.dtype))
+    assert distance(got, rows.double() @ rows.double().mT) < BOUND[rows.dtype]
+    assert torch.equal(got, symmetric_matmul_with(POINTER, rows.contiguous()))
 
 
 def test_aligned_operands_do_go_through_tma():
