@@ -30,6 +30,17 @@ def test_no_set_diverges_flips_a_sign_or_exceeds_the_bound(name, steps, form, dt
             assert got.is_sound, (kind, shape, got)
 
 
+def test_a_step_in_16_bits_takes_in_bf16_as_the_page_on_numerics_says():
+    x = dict(spectra(32, 128, seed=1))["rank 16"].float()
+    for dtype, seen in (("float16", x.bfloat16().float()), ("float32", x)):
+        param = torch.zeros_like(x, requires_grad=True)
+        param.grad = x.clone()
+        settings = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "adjust_lr_fn": "none"}
+        Muon([param], **settings, orthogonalizer=Orthogonalizer(dtype=dtype)).step()
+        assert torch.equal(-param.detach(), orthogonalize(seen, dtype=dtype))
+        assert torch.equal(seen, x) == (dtype == "float32"), "rounding changes something here"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gram_form_without_its_restarts_would_diverge(dtype):
     """The sabotage of the test above: the restarts are what keeps it sound."""
