@@ -2,7 +2,8 @@
 
 python -m tests.compile_for cuda:80:32 ampere
 
-Writes a line of JSON for each kernel: its name, the shared memory it takes, and what it was compiled to.
+Writes a line of JSON for each launch: the kernel's name, the shared memory it takes, what it was compiled to, and the
+hash of that.
 """
 
 import importlib
@@ -21,6 +22,7 @@ from meshmuon.kernels import configs, elementwise, launching, peaks, problems
 
 products = importlib.import_module("meshmuon.kernels.symmetric_matmul")  # not the function of that name
 CPU = torch.device("cpu")
+COEFFICIENTS = ((1.0, 1.0, 0.0), (0.5, -2.0, 1.0), (1e-3, 16.0, 1e3))
 ELEMENTWISE = ("peaks", "measure", "update_momentum", "normalise", "apply_update")
 
 
@@ -44,8 +46,9 @@ def compile_all(architecture: configs.Architecture) -> None:
         x = torch.zeros(2, 256, 256, dtype=dtype)
         chosen = {configs.choose_config(architecture, 2, m, k, dtype) for m in (256, 8192) for k in (256, 8192)}
         for config in sorted(chosen, key=str):
-            products._compiled.clear()
-            products.symmetric_matmul_with(config, x, beta=1.0, c=x.clone())
+            for alpha, beta, gamma in COEFFICIENTS:
+                products._compiled.clear()  # what was compiled is known, and would be launched
+                products.symmetric_matmul_with(config, x, alpha=alpha, beta=beta, c=x.clone(), gamma=gamma)
 
 
 def main() -> None:
@@ -56,7 +59,7 @@ def main() -> None:
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        sys.stdout.write(json.dumps([self.fn.__name__, kernel.metadata.shared, sorted(kernel.asm)]) + "\n")
+        sys.stdout.write(json.dumps([self.fn.__name__, kernel.metadata.shared, sorted(kernel.asm), kernel.hash]) + "\n")
         return kernel
 
     with ExitStack() as patches:

@@ -152,7 +152,7 @@ def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
 def _choose_way(config: TileConfig, stacks: _Stacks) -> _Way:
     a, b, _, _, rest = stacks
     tma = _uses_tma(config, stacks)
-    if rest is not None or not tma:
+    if rest is not None or not tma:  # only Triton's kernels do without TMA, or write a rest
         return _Way(POINTERS if rest is None else HALVES, _in_tiles if tma else _through_pointers)
     batch, m, _ = a.shape
     if config.few and few_tiles.can_run(a.device, a.dtype, batch=batch, m=m, same=b is None):
