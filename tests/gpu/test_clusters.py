@@ -103,9 +103,11 @@ def test_halves_have_the_same_bits_again_and_beside_others():
 
 
 def test_large_products_go_there_and_others_do_not():
-    symmetric_matmul(random(40, 1024, 512, seed=3))  # compared with torch, in clusters as well
+    symmetric_matmul(
+        random(41, 1024, 512)
+    )  # compared with torch, in clusters as well; of another shape, or it is bound
     with mock.patch.object(module.clusters, "ClusterLaunch", wraps=clusters.ClusterLaunch) as made:
-        symmetric_matmul(random(40, 1024, 512, seed=5))
+        symmetric_matmul(random(40, 1024, 512, seed=3))
         assert made.call_count == 1
         symmetric_matmul(random(2, 256, 512, seed=3))  # too few tiles
         symmetric_matmul(random(40, 1024, 513, seed=3))  # rows that are not aligned

@@ -16,7 +16,8 @@ from meshmuon.bench.workloads import STACKS
 from meshmuon.errors import message
 from meshmuon.kernels.availability import has_triton
 from meshmuon.kernels.configs import VARIABLE, Architecture, TileConfig, architecture_of, as_row, choose_config
-from meshmuon.kernels.symmetric_matmul import symmetric_matmul_with
+from meshmuon.kernels.self_check import check_before_use
+from meshmuon.kernels.symmetric_matmul import TMA, symmetric_matmul_with
 
 _REPEATS, _CALLS = 5, 10
 _WORTH_IT = 0.98  # a new configuration must beat the table's by 2 %: less is noise
@@ -133,6 +134,7 @@ def best_tiles(
     expected = compute(first, x, out=out.clone())
     before = time_of(lambda: compute(first, x, out=out))
     best, ms, refused = first, before, 0
+    check_before_use(TMA, x.device, x.dtype)  # a wrong kernel is no tile that does not fit
     for config in configs:
         try:
             same = torch.equal(compute(config, x, out=out), expected)

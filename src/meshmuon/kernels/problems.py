@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,9 +18,9 @@ from meshmuon.kernels.landing import Landing
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import (
     FEW,
-    GRAM,
     HALVES,
     POINTERS,
+    QUADRATIC,
     REST_SCALE,
     TMA,
     symmetric_matmul,
@@ -30,6 +30,7 @@ from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
 
 _ROUNDS = 4  # of two products in one launch
 STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
+SMALL_TILES = (48, 144, 208)  # which Hopper's table cuts smaller
 FEW_TILES = (144, 976, 1040, 1424, 1488)  # rows of single matrices: cut in all the ways there are
 
 
@@ -65,29 +66,38 @@ def _few(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if why_impossible(device, dtype):
         return _gram(device, dtype)
     stacks = [_factors(device, dtype, 1, rows, 208) for rows in FEW_TILES]
-    got, expected = zip(*(_all_terms(x, torch.bmm(x, x.mT)) for x in stacks), strict=True)
-    return _flat(list(got)), _flat(list(expected))
+    return _together(*(_all_terms(x, torch.bmm(x, x.mT)) for x in stacks))
 
 
 def _through_tma(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _in_tiles(device, dtype, tensor_memory=True)
+    """In large tiles; in small ones, of two that are not the same tensor."""
+    small = _factors(device, dtype, *(SMALL_STACK if device.type == "cpu" else SMALL_TILES))
+    return _together(_by_triton(_stack(device, dtype)), _by_triton(small, small.clone()))
 
 
 def _through_pointers(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _in_tiles(device, dtype, tensor_memory=False)
-
-
-def _in_tiles(device: torch.device, dtype: torch.dtype, *, tensor_memory: bool) -> tuple[Tensor, Tensor]:
-    """By Triton, also where another kernel would be chosen. Through TMA only where the table ever does."""
+    """Rows that TMA could take, and rows that are not aligned: Triton compiles other code for those."""
     x = _stack(device, dtype)
-    config = choose_config(architecture_of(device), *x.shape, dtype)
-    tensor_memory &= config.tensor_memory
-    config = replace(config, tensor_memory=tensor_memory, clusters=False, few=False)
-    return _all_terms(x, torch.bmm(x, x.mT), multiply=partial(symmetric_matmul_with, config))
+    return _together(_by_triton(x, tensor_memory=False), _by_triton(_unaligned(x), _unaligned(x)))
+
+
+def _by_triton(a: Tensor, b: Tensor | None = None, *, tensor_memory: bool = True) -> tuple[Tensor, Tensor]:
+    """Also where another kernel would be chosen. Through TMA only where the table ever does."""
+    config = choose_config(architecture_of(a.device), *a.shape, a.dtype)
+    config = replace(config, tensor_memory=tensor_memory and config.tensor_memory, clusters=False, few=False)
+    return _all_terms(a, torch.bmm(a, a.mT), multiply=partial(symmetric_matmul_with, config, b=b))
+
+
+def _unaligned(x: Tensor) -> Tensor:
+    return x[:, :-1, :-1].contiguous()
 
 
 def _halves(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = _stack(device, dtype)
+    return _together(_with_rest(x), _with_rest(_unaligned(x)))
+
+
+def _with_rest(x: Tensor) -> tuple[Tensor, Tensor]:
     rest = x.new_empty(*x.shape[:-1], x.shape[-2])
     return _from_halves(x, symmetric_matmul(x, rest=rest), rest)
 
@@ -178,7 +188,12 @@ def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _flat(params).to(dtype), _flat(expected)
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
+def _together(*answers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    got, expected = zip(*answers, strict=True)
+    return _flat(got), _flat(expected)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
@@ -270,8 +285,8 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] 
     "update_momentum (norms)": _norms,
     "normalise": _normalise,
     "apply_update": _apply,
-    GRAM: _gram,
-    "symmetric_matmul (quadratic)": _quadratic,
+    "symmetric_matmul (gram)": _gram,
+    QUADRATIC: _quadratic,
     "a product in halves": _halves_in_clusters,
     "one product after the other": _one_after_the_other,
     "steps where directions are computed": _landing,

@@ -24,7 +24,7 @@ REST_SCALE = 2048.0  # unscaled, what rounding takes from fp16 would often be su
 _Stacks: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]  # a, b, c, out, rest
 _Launch: TypeAlias = Callable[[float, float, float], None]
 # What is multiplied to check the kernels (problems.py).
-GRAM, HALVES = "symmetric_matmul (gram)", "symmetric_matmul (in halves)"
+QUADRATIC, HALVES = "symmetric_matmul (quadratic)", "symmetric_matmul (in halves)"
 FEW, TMA, POINTERS = (f"symmetric_matmul ({how})" for how in ("few tiles", "through TMA", "through pointers"))
 _compiled: dict[tuple[Any, ...], Any] = {}
 _bound: dict[tuple[Any, ...], _Launch] = {}
@@ -159,7 +159,7 @@ def _choose_way(config: TileConfig, stacks: _Stacks) -> _Way:
         return _Way(FEW, _in_few_tiles)
     result = Result(m, m, mirrored=True)
     if config.clusters and clusters.can_run(a.device, a.dtype, batch=batch, results=(result,)):
-        return _Way(GRAM, _in_clusters)
+        return _Way(QUADRATIC, _in_clusters)
     return _Way(TMA, _in_tiles)
 
 

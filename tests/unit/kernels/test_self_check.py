@@ -15,7 +15,7 @@ from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.configs import TileConfig, choose_config
 from meshmuon.kernels.dispatch import Dispatch
 from meshmuon.kernels.few_tiles import CUTS, choose_cut
-from meshmuon.kernels.symmetric_matmul import FEW, GRAM, HALVES, POINTERS, REST_SCALE, TMA
+from meshmuon.kernels.symmetric_matmul import FEW, HALVES, POINTERS, QUADRATIC, REST_SCALE, TMA
 from meshmuon.polar import recipe
 from meshmuon.polar.coefficients import resolve_schedule
 
@@ -67,6 +67,18 @@ def test_a_rest_is_checked_in_every_dtype_that_has_one(mistake, dtype):
                 self_check.check_kernel(HALVES, CPU, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_result_that_is_not_finite_is_refused(dtype):
+    """What rounding took is expected from the result: where that is infinite, so is the bound."""
+
+    def multiply(x, *, rest):
+        rest.zero_()
+        return torch.bmm(x.float(), x.float().mT).to(dtype).fill_(float("inf"))
+
+    with mock.patch.object(problems, "symmetric_matmul", multiply), pytest.raises(RuntimeError, match="in halves"):
+        self_check.check_kernel(HALVES, CPU, dtype)
+
+
 def test_in_fp32_rounding_takes_nothing():
     assert self_check.check_kernel(HALVES, CPU, torch.float32) < 1.0
 
@@ -81,7 +93,13 @@ def test_tiles_are_checked_where_other_kernels_would_be_chosen(name, launch):
         mock.patch.object(module, launch, wraps=getattr(module, launch)) as launched,
     ):
         assert self_check.check_kernel(name, CPU, torch.float16) < 1.0
-    assert launched.call_count == 1
+    kinds = {(call.args[1].stride(1) % 8 == 0, call.args[2] is None) for call in launched.mock_calls}
+    assert kinds == {(True, True), (name == TMA, False)}, "Triton's code differs for all of them"
+
+
+def test_tiles_through_tma_are_checked_in_both_sizes_of_the_table():
+    large, small = (choose_config("hopper", *shape, torch.float16) for shape in (problems.STACK, problems.SMALL_TILES))
+    assert (large.block, small.block) == (128, 64) and small.tensor_memory and not (small.few or small.clusters)
 
 
 def checked_by(config, *, clusters=False, few=False, rest=False, aligned=True):
@@ -108,10 +126,10 @@ def test_whatever_takes_a_product_has_been_checked():
     assert checked_by(tma) == TMA
     assert checked_by(replace(tma, few=True), few=True) == FEW
     assert checked_by(replace(tma, few=True), few=False) == TMA
-    assert checked_by(replace(tma, clusters=True), clusters=True) == GRAM
+    assert checked_by(replace(tma, clusters=True), clusters=True) == QUADRATIC
     assert checked_by(replace(tma, clusters=True, few=True), clusters=True, few=True, rest=True) == HALVES
     assert checked_by(pointers, rest=True) == HALVES
-    assert {GRAM, FEW, HALVES, TMA, POINTERS} <= set(self_check.CHECKS)
+    assert {QUADRATIC, FEW, HALVES, TMA, POINTERS} <= set(self_check.CHECKS)
 
 
 def launch_by_torch(products, stacks, written):
@@ -344,9 +362,9 @@ def test_every_mistake_of_a_product_is_larger_than_rounding(mistake, dtype):
 
     possible = mock.patch.object(problems, "why_impossible", return_value="")
     as_on_a_gpu = mock.patch.object(problems, "SMALL_STACK", (2, *problems.STACK[1:]))
-    in_tiles = mock.patch.object(problems, "symmetric_matmul_with", lambda config, x, **terms: multiply(x, **terms))
+    in_tiles = mock.patch.object(problems, "symmetric_matmul_with", lambda config, x, b, **terms: multiply(x, **terms))
     with possible, as_on_a_gpu, in_tiles, mock.patch.object(problems, "symmetric_matmul", multiply):
-        for name in (FEW, "symmetric_matmul (quadratic)", TMA, POINTERS):
+        for name in (FEW, QUADRATIC, TMA, POINTERS):
             if mistake == "nothing":
                 assert self_check.check_kernel(name, CPU, dtype) < 0.1
             else:
