@@ -138,14 +138,15 @@ How to read it:
 - Five steps lift singular values above about 1e-3 of the Frobenius norm to 1. No five-step set resolves condition
   numbers of 1e5 and more: the distance there is mostly the small directions that stay small. That is Muon as everybody
   runs it; eight or ten steps of Polar Express resolve more, in fp32 or fp16.
-- fp16 is within 0.01 of fp32 on Gaussian, power-law (1e3) and low-rank inputs from 256 rows up to 8192, and up to 0.022
-  away on smaller ones of low rank (`python -m benchmarks.accuracy`).
+- fp16 is within 0.01 of fp32 on Gaussian, power-law (1e3) and low-rank inputs from 256 rows up to 8192. On smaller ones
+  of low rank it is up to 0.022 away: what rounding leaves in missing directions is as large for every size, and the
+  result is smaller (`python -m benchmarks.accuracy`; without a GPU with `--device cpu --dtype float16`).
 - In bf16, and with eight or ten steps also in fp16, rounding noise in directions where the input has nothing is
   lifted as well: a rank-1 input comes out with a large distance although its leading direction is right. It stays
   bounded.
 - **A step on a GPU rounds the direction it orthogonalizes to bf16** before it iterates in fp16 (`{STEP}`): so it
   travels at two bytes a number, and has the same bits where it does not travel. In five steps that adds nothing on a
-  Gaussian, up to 0.03 on a power law of 1e3 (0.002 at 704×1024, `python -m benchmarks.accuracy`), and 0.05 to 0.2 on a
+  Gaussian, up to 0.03 on a power law of 1e3 (0.002 at 704×1024, by the same command), and 0.05 to 0.2 on a
   matrix of exactly rank 16, whose missing directions are filled with what rounding left there. `orthogonalize`, the
   function, rounds nothing before; `Orthogonalizer(dtype="float32")` rounds nothing at all.
 - The Gram form is as close as the standard one on Gaussian inputs in every dtype, because it restarts as often as the
