@@ -22,8 +22,8 @@ from torch import Tensor
 from meshmuon import orthogonalize
 from meshmuon.bench.measure import circumstances
 
-SHAPES = ((64, 256), (128, 128), (256, 1024), (704, 1024), (1024, 1024), (1024, 4096), (1408, 2048), (2048, 2048))
-SHAPES += ((4096, 4096), (8192, 8192))
+SHAPES = ((64, 256), (128, 128), (256, 256), (256, 1024), (512, 2048), (704, 1024), (768, 768), (768, 3072))
+SHAPES += ((1024, 1024), (1024, 4096), (1408, 2048), (2048, 2048), (4096, 4096), (8192, 8192))
 SETS = (("polar_express", 5), ("keller", 5), ("you", 5))
 REPORTED = (("polar_express", 8), ("polar_express", 10))
 LARGEST_SIGMA = 1.35

@@ -19,11 +19,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from meshmuon.kernels import configs, elementwise, launching, peaks, problems
+from meshmuon.kernels.whole_matmul import WHOLE
 
-products = importlib.import_module("meshmuon.kernels.symmetric_matmul")  # not the function of that name
+# Not the functions of those names.
+products, whole = (importlib.import_module(f"meshmuon.kernels.{name}_matmul") for name in ("symmetric", "whole"))
 CPU = torch.device("cpu")
 COEFFICIENTS = ((1.0, 1.0, 0.0), (0.5, -2.0, 1.0), (1e-3, 16.0, 1e3))
-ELEMENTWISE = ("peaks", "measure", "update_momentum", "normalise", "apply_update")
+SINGLE = (WHOLE, "peaks", "measure", "update_momentum", "normalise", "apply_update")
 
 
 def pretend_to_be(target: GPUTarget) -> None:
@@ -40,7 +42,7 @@ def pretend_to_be(target: GPUTarget) -> None:
 
 def compile_all(architecture: configs.Architecture) -> None:
     """Launch whatever there is, with tensors of this machine; `run` compiles and launches nothing."""
-    for name in ELEMENTWISE:
+    for name in SINGLE:
         problems.CHECKS[name](CPU, torch.float16)
     for dtype in (torch.float16, torch.float32):
         x = torch.zeros(2, 256, 256, dtype=dtype)
@@ -64,9 +66,10 @@ def main() -> None:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-        for module in (elementwise, peaks, products):
+        for module in (elementwise, peaks, products, whole):
             patches.enter_context(mock.patch.object(module, "check_runnable"))
-        for module in (launching, products):
+        patches.enter_context(mock.patch.object(whole, "run"))  # launches what was compiled
+        for module in (launching, products, whole):
             patches.enter_context(mock.patch.object(module, "is_interpreted", return_value=False))
             patches.enter_context(mock.patch.object(module, "launching_on", return_value=nullcontext()))
         compile_all(sys.argv[2])

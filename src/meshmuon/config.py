@@ -29,7 +29,8 @@ class Orthogonalizer:
 
     Attributes:
         form: "standard", "gram" (on the m×m Gram matrix), "svd" (exact), or "auto": the cheaper of the first two.
-        dtype: What to compute in; "auto" is fp32 on a CPU and fp16 on a GPU. "bfloat16" reproduces torch.optim.Muon.
+        dtype: What to compute in; "auto" is fp32 on a CPU; on a GPU fp16, and fp32 where the short side is below 256.
+            "bfloat16" reproduces torch.optim.Muon.
         restarts: The steps before which the Gram form starts anew; "auto" chooses the fewest that are stable. Others
             are taken as they are; where rounding may grow too far between two of them, the optimizer warns. Our kernels
             fold a single one in fp16 into the Gram matrix where that is cheaper; the plan says so.

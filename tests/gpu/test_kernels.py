@@ -14,6 +14,7 @@ from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.peaks import PeakFinder
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
 from meshmuon.kernels.tables import Slot, build_tables, count_partials
+from meshmuon.kernels.whole_matmul import whole_matmul
 from meshmuon.polar.normalise import normalised
 
 pytestmark = [
@@ -453,6 +454,33 @@ def test_element_wise_with_more_than_two_to_the_31_elements():
     assert torch.equal(norms[-1:], last)
     expected = elementwise.normalise(stack[-1:], last, out=torch.empty_like(stack[-1:]))
     assert torch.equal(elementwise.normalise(stack, norms, out=stack)[-1:], expected)
+
+
+# ---------------------------------------------------------------- whole products in fp32
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "k", "n"), [(1, 16, 16, 16), (3, 80, 48, 144), (7, 240, 960, 240), (300, 128, 128, 512)]
+)
+def test_whole_products_in_fp32(batch, m, k, n):
+    a, b, c = random(batch, m, k), random(batch, k, n, seed=1), random(batch, m, n, seed=2)
+    for left, right in ((a, b), (a, b.mT.contiguous().mT)):
+        found = whole_matmul(left, right, alpha=0.5, beta=-2.0, c=c, gamma=3.0)
+        expected = 0.5 * a.double() @ b.double() - 2.0 * c.double()
+        expected.diagonal(dim1=1, dim2=2).add_(3.0)
+        assert (found.double() - expected).abs().max() / expected.abs().max() < 2e-6
+        alone = whole_matmul(left[-1:], right[-1:], alpha=0.5, beta=-2.0, c=c[-1:], gamma=3.0)
+        assert torch.equal(alone[0], found[-1]), "the same bits alone"
+        assert torch.equal(whole_matmul(left, right, alpha=0.5, beta=-2.0, c=c, gamma=3.0), found)
+
+
+def test_whole_products_do_not_follow_torchs_settings():
+    a = torch.full((1, 64, 64), 1.0 + 2.0**-12, device="cuda")  # in TF32: 1
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert whole_matmul(a, a)[0, 0, 0].item() == pytest.approx(64.0 * (1.0 + 2.0**-11), rel=1e-6)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 # ---------------------------------------------------------------- peaks

@@ -46,6 +46,7 @@ def named(params):
 
 def trained(params, *, steps=5, prepare=lambda params, step: None, **options):
     """Parameters and momentum after some steps, and how many launches took updates from memory."""
+    options.setdefault("orthogonalizer", Orthogonalizer(dtype="float16"))  # also of small ones
     opt = Muon(named(params), lr=0.02, **options)
     with mock.patch.object(elementwise, "apply_update", wraps=elementwise.apply_update) as applied:
         for step in range(steps):

@@ -180,6 +180,35 @@ def test_layout_invariant_gives_the_same_bits_alone_and_in_company(shape, kernel
     assert torch.equal(alone[0], together[3])
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (64, 256), (256, 64), (100, 333), (128, 1024), (240, 240)], ids=str)
+def test_small_matrices_have_the_same_bits_in_company_unasked(shape):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    together = [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for _ in range(300)]
+    alone = [copy.deepcopy(together[77])]
+    one, many = Muon(alone), Muon(together)
+    assert len(many.plan.buckets) == 1 and many.plan.buckets[0].recipe.dtype == torch.float32
+    for _ in range(3):
+        for p in together:
+            p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+        alone[0].grad = together[77].grad.clone()
+        one.step()
+        many.step()
+    assert torch.equal(alone[0], together[77])
+    x = torch.stack([p.detach() for p in together])
+    assert torch.equal(orthogonalize(x)[5], orthogonalize(x[5]))
+    assert torch.equal(orthogonalize(x), orthogonalize(x, dtype="float32"))
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (128, 128), (192, 768)])
+def test_small_matrices_of_low_rank_are_as_exact_as_in_fp32_in_a_step_too(shape):
+    left, right = (torch.linalg.qr(torch.randn(n, shape[0] // 8, device="cuda", dtype=torch.float64)).Q for n in shape)
+    param = torch.zeros(shape, device="cuda", requires_grad=True)
+    param.grad = ((left / torch.arange(1, shape[0] // 8 + 1, device="cuda")) @ right.mT).float()
+    Muon([param], lr=1.0, momentum=0.0, weight_decay=0.0).step()
+    step, ideal = -param.detach().double(), plain_newton_schulz(param.grad, resolve_schedule("polar_express", 5))
+    assert (step / step.norm() - ideal / ideal.norm()).norm() < 1e-3
+
+
 def test_bf16_and_tensor_lr():
     model = small_model().bfloat16()
     opt = Muon(model, lr=torch.tensor(0.02, device="cuda"), orthogonalizer=Orthogonalizer(dtype="bfloat16"))
@@ -198,11 +227,12 @@ def test_bf16_and_tensor_lr():
 def _model_params(seed=0):
     generator = torch.Generator(device="cuda").manual_seed(seed)
     shapes = {"a": (512, 768), "b": (512, 768), "tall": (768, 512), "norm": (768,), "embed": (300, 64)}
+    shapes |= {"small": (64, 200)}
     return {n: torch.randn(s, generator=generator, device="cuda").requires_grad_() for n, s in shapes.items()}
 
 
 def _graph_optimizer(params, **settings):
-    muon = [(n, params[n]) for n in ("a", "b", "tall")]
+    muon = [(n, params[n]) for n in ("a", "b", "tall", "small")]
     rest = [(n, params[n]) for n in ("norm", "embed")]
     groups = [{"params": muon, "algorithm": "muon"}, {"params": rest, "algorithm": "adamw"}]
     return Muon(groups, lr=0.02, **settings)
@@ -234,7 +264,7 @@ def test_cuda_graph_replay_with_changing_numbers_equals_eager_steps():
         results.append((params, opt))
     (eager, _), (graphed, opt) = results
     assert len(opt._graphs._captured) >= 1, "a graph was captured and replayed"
-    for name in ("a", "b", "tall"):
+    for name in ("a", "b", "tall", "small"):
         assert torch.equal(eager[name], graphed[name]), name
     for name in ("norm", "embed"):  # AdamW reads its lr in fp32 from the device there
         torch.testing.assert_close(eager[name], graphed[name], rtol=1e-5, atol=1e-6)
@@ -252,7 +282,7 @@ def test_cuda_graph_follows_gradients_to_new_addresses():
             _give(tensors, step)
         opt.step()
         eager.step()
-    for name in ("a", "b", "tall"):
+    for name in ("a", "b", "tall", "small"):
         assert torch.equal(other[name], params[name]), name
 
 

@@ -22,6 +22,7 @@ TARGETS: dict[str, tuple[Architecture, int, str]] = {
     "hip:gfx942:64": ("rocm", 64 * KB, "hsaco"),
 }
 KERNELS = {"peak_kernel", "measure_kernel", "momentum_kernel", "norm_kernel", "normalise_kernel", "apply_kernel"}
+KERNELS |= {"whole_kernel"}
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 
 

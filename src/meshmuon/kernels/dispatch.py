@@ -14,9 +14,10 @@ from meshmuon.kernels.availability import has_triton, is_interpreted
 from meshmuon.kernels.configs import Architecture, architecture_of
 from meshmuon.kernels.cpu_products import prefers_onednn
 
-# Below it a product by itself is launch-bound either way, and cuBLAS has smaller tiles. All products in one launch take
-# half of the host's time, and of the device's between half and one and a half of it (benchmarks/NOTES.md).
-_SMALLEST_SIDE = 256
+# In 16 bits: below it a product by itself is launch-bound either way, and cuBLAS has smaller tiles. All products in one
+# launch take half of the host's time, and of the device's between half and one and a half of it (benchmarks/NOTES.md).
+# In fp32: below it kernels of ours are as fast as cuBLAS, and give a matrix the same bits in every batch.
+SMALLEST_SIDE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,19 @@ class Dispatch:
     """A choice and its reason.
 
     Attributes:
-        products: "triton" for our symmetric products, "torch" for torch's.
+        products: "triton" for our symmetric products, "whole" for our products in fp32, "torch" for torch's.
         fused: Whether element-wise work is fused in kernels of ours.
         reason: Why, in a few words.
     """
 
-    products: Literal["triton", "torch"]
+    products: Literal["triton", "whole", "torch"]
     fused: bool
     reason: str
+
+    @property
+    def library(self) -> str:
+        """What its products are by."""
+        return "torch" if self.products == "torch" else "triton"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,23 +71,27 @@ def choose_kernels(
     if choice == "auto" and device.type == "cpu":
         library = ", fp32 by oneDNN" if dtype == torch.float32 and prefers_onednn() else ""
         return Dispatch("torch", False, f"on a CPU{library}")
-    missing = _what_is_missing(dtype, device, elsewhere=architecture is not None)
+    whole = dtype == torch.float32 and m < SMALLEST_SIDE and device.type != "cpu"
+    missing = _what_is_missing(dtype, device, elsewhere=architecture is not None, whole=whole)
+    ours: Literal["triton", "whole"] = "whole" if whole else "triton"
     if choice == "triton":
         if missing:
             raise ValueError(message('kernels="triton"', found=missing, do='Use kernels="auto"'))
-        return Dispatch("triton", True, "asked for")
+        return Dispatch(ours, True, "asked for")
     if missing:
         return Dispatch("torch", False, missing)
     architecture = architecture or architecture_of(device)
     if architecture != "hopper":
         return Dispatch("torch", False, f"our kernels are not measured on {architecture}")
-    if m < _SMALLEST_SIDE:
-        small = Dispatch("torch", True, f"short side below {_SMALLEST_SIDE}")
+    if whole:
+        return Dispatch("whole", True, f"fp32, short side below {SMALLEST_SIDE}")
+    if m < SMALLEST_SIDE:
+        small = Dispatch("torch", True, f"short side below {SMALLEST_SIDE}")
         return Dispatch("triton", True, "all products in one launch") if one_launch else small
     return Dispatch("triton", True, "symmetric results cost half")
 
 
-def _what_is_missing(dtype: torch.dtype, device: torch.device, *, elsewhere: bool) -> str:
+def _what_is_missing(dtype: torch.dtype, device: torch.device, *, elsewhere: bool, whole: bool) -> str:
     if not elsewhere:
         if not has_triton():
             return "Triton is not installed"
@@ -89,6 +99,6 @@ def _what_is_missing(dtype: torch.dtype, device: torch.device, *, elsewhere: boo
             return "on a CPU"
         if device.type not in ("cuda", "cpu"):
             return f"on {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16) and device.type != "cpu":
+    if dtype not in (torch.float16, torch.bfloat16) and device.type != "cpu" and not whole:
         return f"products in {dtype}"
     return ""

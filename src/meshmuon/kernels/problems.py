@@ -27,6 +27,7 @@ from meshmuon.kernels.symmetric_matmul import (
     symmetric_matmul_with,
 )
 from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
+from meshmuon.kernels.whole_matmul import WHOLE, whole_matmul
 
 _ROUNDS = 4  # of two products in one launch
 STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
@@ -188,6 +189,16 @@ def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _flat(params).to(dtype), _flat(expected)
 
 
+def _whole(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In fp32 whatever others are in: a Gram matrix, a whole result, and all that can be added."""
+    x = _factors(device, torch.float32, *SMALL_STACK)
+    return _together(
+        (whole_matmul(x, x.mT), torch.bmm(x.double(), x.double().mT)),
+        (whole_matmul(x[..., :144], x), torch.bmm(x[..., :144].double(), x.double())),
+        _all_terms(x, torch.bmm(x, x.mT), multiply=partial(whole_matmul, b=x.mT)),
+    )
+
+
 def _together(*answers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     got, expected = zip(*answers, strict=True)
     return _flat(got), _flat(expected)
@@ -211,22 +222,27 @@ def _slot(device: torch.device) -> Slot:
     )
 
 
+def _arrives_in(dtype: torch.dtype) -> torch.dtype:
+    """What matrices arrive in for products in fp32 or in 16 bits (`Recipe.input_dtype`)."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
 def _momentum(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     slot = _slot(device)
     assert slot.grad is not None
     buffer = torch.lerp(slot.buffer, slot.grad, 0.1)
-    expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(torch.bfloat16)
-    return _update(slot)[0], expected
+    expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(_arrives_in(dtype))
+    return _update(slot, dtype)[0], expected
 
 
 def _norms(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    inputs, partials = _update(_slot(device))
+    inputs, partials = _update(_slot(device), dtype)
     return partials.float(), _squares_by_tiles(inputs[None])  # on a grid of 2^-40
 
 
-def _update(slot: Slot) -> tuple[Tensor, Tensor]:
+def _update(slot: Slot, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     device = slot.param.device
-    inputs = torch.empty(80 * 144, dtype=torch.bfloat16, device=device)
+    inputs = torch.empty(80 * 144, dtype=_arrives_in(dtype), device=device)
     partials = torch.empty(count_partials(1, slot.padded), dtype=torch.float64, device=device)
     elementwise.update_momentum(
         build_tables([slot])[0][0],
@@ -244,7 +260,7 @@ def _go(device: torch.device) -> Tensor:
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = _numbers(device, torch.bfloat16, 2, 80, 144)
+    x = _numbers(device, _arrives_in(dtype), 2, 80, 144)
     return elementwise.measure(x).float(), _squares_by_tiles(x)  # on a grid of 2^-40
 
 
@@ -255,7 +271,7 @@ def _squares_by_tiles(x: Tensor) -> Tensor:
 
 
 def _normalise(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = _numbers(device, torch.bfloat16, 2, 80, 144) * 1e-20
+    x = _numbers(device, _arrives_in(dtype), 2, 80, 144) * 1e-20
     out = torch.empty(2, 80, 144, dtype=dtype, device=device)
     elementwise.normalise(x, elementwise.find_norms(_squares_by_tiles(x), batch=2), out=out)
     return out, x.double() / x.double().flatten(1).norm(dim=1)[:, None, None]
@@ -276,6 +292,14 @@ def _peaks(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return PeakFinder().find(tensors), torch.stack([tensor.abs().max() for tensor in tensors])
 
 
+# The products of most steps in 16 bits; those in fp32 are WHOLE.
+SYMMETRIC: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
+    "symmetric_matmul (gram)": _gram,
+    QUADRATIC: _quadratic,
+    "a product in halves": _halves_in_clusters,
+    "one product after the other": _one_after_the_other,
+    "steps where directions are computed": _landing,
+}
 # Of those that most steps run, Triton's come first; their arguments are of the kind that steps pass, which compile no
 # others then. From the first product on they wait, on a Hopper GPU, for what is compiled in the background.
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
@@ -285,11 +309,8 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] 
     "update_momentum (norms)": _norms,
     "normalise": _normalise,
     "apply_update": _apply,
-    "symmetric_matmul (gram)": _gram,
-    QUADRATIC: _quadratic,
-    "a product in halves": _halves_in_clusters,
-    "one product after the other": _one_after_the_other,
-    "steps where directions are computed": _landing,
+    WHOLE: _whole,
+    **SYMMETRIC,
     FEW: _few,
     HALVES: _halves,
     TMA: _through_tma,

@@ -12,12 +12,13 @@ from meshmuon._compat import plain_arithmetic
 from meshmuon.errors import message
 from meshmuon.kernels import clusters
 from meshmuon.kernels.availability import runs_here
-from meshmuon.kernels.problems import CHECKS
+from meshmuon.kernels.problems import CHECKS, SYMMETRIC
 from meshmuon.kernels.symmetric_matmul import FEW, HALVES, POINTERS, TMA
+from meshmuon.kernels.whole_matmul import WHOLE
 
 _ROUNDINGS = 16  # how many units in the last place of the largest number a result may be off
-# For what came over a wire; for products that are no part of a program.
-_RARE = ("measure", FEW, HALVES, TMA, POINTERS)
+# For what came over a wire; for products that are no part of a program; for those of small matrices.
+_RARE = ("measure", FEW, HALVES, TMA, POINTERS, WHOLE)
 _thread = threading.local()  # `checking`: what runs in it runs to be compared
 
 
@@ -33,8 +34,9 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
         RuntimeError: Names the kernel that is wrong.
     """
     clusters.begin_to_compile(device, dtype)  # what needs it is checked last
+    in_fp32 = dtype == torch.float32 and device.type != "cpu"  # there products are whole ones
     for name in CHECKS:
-        if name not in _RARE:
+        if name not in _RARE and not (in_fp32 and name in SYMMETRIC):
             check_kernel(name, device, dtype)
 
 
@@ -71,7 +73,7 @@ def check_alone(name: str, device: torch.device, dtype: torch.dtype = torch.floa
     check_kernel(name, device, dtype)
 
 
-def check_before_use(name: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_before_use(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Check a kernel that is about to run, where that is the first time, and unless it runs to be checked.
 
     Args:
@@ -79,11 +81,16 @@ def check_before_use(name: str, device: torch.device, dtype: torch.dtype) -> Non
         device: Where; nothing is done on a CPU, where it is interpreted.
         dtype: What products are computed in.
 
+    Returns:
+        Whether it may be remembered to be right: not while it runs to be checked.
+
     Raises:
         RuntimeError: If it is wrong there.
     """
-    if runs_here(device) and not getattr(_thread, "checking", False):
+    checking = getattr(_thread, "checking", False)
+    if runs_here(device) and not checking:
         check_alone(name, device, dtype)
+    return not checking
 
 
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype) -> float:

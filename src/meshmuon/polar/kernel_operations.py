@@ -1,4 +1,4 @@
-"""The six matrix operations by our symmetric products, and everything else by torch."""
+"""The six matrix operations by our kernels: by symmetric products in 16 bits, by whole ones in fp32."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
+from meshmuon.kernels.whole_matmul import whole_matmul
 from meshmuon.polar.coefficients import Triple
-from meshmuon.polar.operations import Halves
+from meshmuon.polar.operations import Halves, TorchOperations
 
 
 class KernelOperations:
@@ -60,3 +61,24 @@ class KernelOperations:
         """Give stacks as cuBLAS is to have them: whole, or a matrix at a time."""
         parts = (stack.split(1) if self._invariant else (stack,) for stack in stacks)
         return zip(*parts, strict=True)
+
+
+class WholeOperations(TorchOperations):
+    """In fp32, the same bits in every batch: see `meshmuon.kernels.whole_matmul`. Halves are of 16 bits: torch's."""
+
+    def gram(self, x: Tensor) -> Tensor:
+        """Return x·xᵀ."""
+        return whole_matmul(x, x.mT)
+
+    def quadratic(self, gram: Tensor, triple: Triple) -> Tensor:
+        """Return a·I + b·gram + c·gram²."""
+        a, b, c = triple
+        return whole_matmul(gram, gram, alpha=c, beta=b, c=gram, gamma=a)
+
+    def symmetric_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left·right for two that commute."""
+        return whole_matmul(left, right)
+
+    def apply(self, factor: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return factor·x, in `out` if given."""
+        return whole_matmul(factor, x, out=out)

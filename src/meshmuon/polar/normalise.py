@@ -100,7 +100,7 @@ def normalised_by_kernels(x: Tensor, recipe: Recipe, partials: Tensor | None, *,
     batch, m, n = x.shape
     check_kernels(x.device, recipe.dtype)
     if partials is None:
-        check_alone("measure", x.device)
+        check_alone("measure", x.device, recipe.dtype)
         partials = elementwise.measure(x)
     norms = elementwise.find_norms(partials, batch=batch)
     in_place = consume and x.is_contiguous() and x.dtype.itemsize == recipe.dtype.itemsize

@@ -23,7 +23,7 @@ from meshmuon.kernels.landing import Landing
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule, resolve_schedule
 from meshmuon.polar.cpu_operations import CpuOperations, count_panels
-from meshmuon.polar.kernel_operations import KernelOperations
+from meshmuon.polar.kernel_operations import KernelOperations, WholeOperations
 from meshmuon.polar.normalise import normalised, normalised_by_kernels, normalised_by_torch
 from meshmuon.polar.operations import Given, Operations, TorchOperations, taken
 from meshmuon.polar.program import can_run, run_program
@@ -37,6 +37,8 @@ _OPERATIONS: dict[tuple[str, bool], Operations] = {
     ("torch", True): TorchOperations(),
     ("triton", False): KernelOperations(),
     ("triton", True): KernelOperations(invariant=True),
+    ("whole", False): WholeOperations(),
+    ("whole", True): WholeOperations(),
 }
 _DEFAULT_WORKSPACE = 2**30
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,7 +65,8 @@ def orthogonalize(
         coefficients: "polar_express", "keller", "you", one triple, or `steps` triples.
         steps: Number of iteration steps, 1 to 20. Five steps resolve singular values above about 1e-3 of the norm.
         form: "standard", "gram", "svd" (exact), or "auto": the cheaper of the first two.
-        dtype: What to compute in. "auto": fp32 on a CPU (fp64 for fp64), fp16 on a GPU.
+        dtype: What to compute in. "auto": fp32 on a CPU (fp64 for fp64), fp16 on a GPU, where matrices of less than 256
+            rows or columns are in fp32 as well.
 
     Returns:
         A new tensor of x's shape and dtype.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,15 +16,21 @@ from meshmuon.kernels import clusters
 from meshmuon.kernels.availability import runs_here
 from meshmuon.kernels.clusters import is_available, is_possible
 from meshmuon.kernels.configs import Architecture
-from meshmuon.kernels.dispatch import Dispatch, choose_kernels
+from meshmuon.kernels.dispatch import SMALLEST_SIDE, Dispatch, choose_kernels
 from meshmuon.kernels.self_check import check_kernels_ahead
 from meshmuon.kernels.symmetric_matmul import FEW, HALVES
+from meshmuon.kernels.whole_matmul import WHOLE
 from meshmuon.polar import cost
 from meshmuon.polar.coefficients import Schedule
 from meshmuon.polar.gram import choose_restarts, held_small
 from meshmuon.polar.program import Program, write_program
 from meshmuon.polar.ways import Way, choose_way, count_flops
 
+# The short side below which a GPU computes in fp32, too. Five steps lift by up to 1e3 what rounding leaves where the
+# input has nothing; the smaller the matrix, the more that is beside the result. At rank m/8 fp16 is 0.022 further from
+# the polar factor than fp32 at 64 rows, 0.011 at 192 and 0.008 at 240, and from bf16, in which matrices would arrive,
+# 0.33 at 64. Up to 0.01 is promised.
+_FP32_BELOW = SMALLEST_SIDE
 # The short side up to which products follow each other in one launch: measured no further.
 _PROGRAMS_TO = 8192
 # The short side from which one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at
@@ -121,7 +128,7 @@ class Recipe:
         """Say the form, its restarts and the dtype in a few words."""
         word = "folded" if self.way.folded else "restart"
         restarts = f" {word} {','.join(map(str, self.restarts))}" if self.restarts else ""
-        ours = f" {self.kernels.products} kernels" if self.fused else ""
+        ours = f" {self.kernels.library} kernels" if self.fused else ""
         program = " paired program" if self.way.paired else " cluster program"
         kernels = program if self.program else ours
         return f"{self.form}{restarts} {str(self.dtype).removeprefix('torch.')}{kernels}"
@@ -134,9 +141,11 @@ def begin_to_compile(matrices: Iterable[Tensor], orthogonalizer: Orthogonalizer)
         matrices: Parameters that will be orthogonalized.
         orthogonalizer: The user's choices.
     """
-    for device, dtype in {(matrix.device, matrix.dtype) for matrix in matrices}:
-        if orthogonalizer.kernels != "torch" and runs_here(device):
-            clusters.begin_to_compile(device, _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype))
+    if orthogonalizer.kernels == "torch":
+        return
+    for device, compute in {(x.device, _most_rows_in(x, orthogonalizer.dtype)) for x in matrices}:
+        if runs_here(device):
+            clusters.begin_to_compile(device, compute)
 
 
 def choose_recipe(
@@ -168,7 +177,7 @@ def choose_recipe(
     Returns:
         The recipe.
     """
-    compute = _compute_dtype(orthogonalizer.dtype, device=device, dtype=dtype)
+    compute = compute_dtype(orthogonalizer.dtype, m=m, device=device, dtype=dtype)
     orthogonalizer.check_steps(len(schedule))
     choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute)
     wanted = orthogonalizer.kernels
@@ -186,13 +195,10 @@ def choose_recipe(
         way = choose(symmetric=kernels.products == "triton", programs=False)
     if way.form == "svd" and compute not in (torch.float32, torch.float64):
         compute = torch.float32
-    symmetric = kernels.products == "triton"
-    one_by_one = symmetric and program is None and way.form != "svd"
-    if one_by_one and architecture is None:  # products that are no part of a program
-        for name, wanted_there in ((FEW, m <= _ALONE_FROM), (HALVES, way.folded)):
-            if wanted_there:
-                check_kernels_ahead(device, compute, alone=name)
-    free = program is not None or (symmetric and m >= _ALONE_FROM)  # of charge
+    symmetric, whole = kernels.products == "triton", kernels.products == "whole" and way.form != "svd"
+    if program is None and way.form != "svd" and architecture is None:
+        _check_others_ahead(m, way, kernels, device=device, compute=compute)
+    free = program is not None or whole or (symmetric and m >= _ALONE_FROM)  # of charge
     arrives = torch.float32 if compute in (torch.float32, torch.float64) else torch.bfloat16
     return Recipe(
         schedule=schedule,
@@ -206,7 +212,32 @@ def choose_recipe(
     )
 
 
-def _compute_dtype(choice: str, *, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+def _check_others_ahead(m: int, way: Way, kernels: Dispatch, *, device: torch.device, compute: torch.dtype) -> None:
+    """Check the kernels of products that are no part of a program."""
+    symmetric = kernels.products == "triton"
+    wanted = {WHOLE: kernels.products == "whole", FEW: symmetric and m <= _ALONE_FROM, HALVES: way.folded}
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            check_kernels_ahead(device, compute, alone=name)
+
+
+def _most_rows_in(x: Tensor, choice: str) -> torch.dtype:
+    """What the products of a parameter are in if it is a square: reshaped or not, it has no longer short side."""
+    return compute_dtype(choice, m=math.isqrt(x.numel()), device=x.device, dtype=x.dtype)
+
+
+def compute_dtype(choice: str, *, m: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Decide what the products of one shape are computed in.
+
+    Args:
+        choice: The user's.
+        m: Short side.
+        device: Where.
+        dtype: The dtype of the parameter or input.
+
+    Returns:
+        The dtype.
+    """
     if choice != "auto":
         result: torch.dtype = getattr(torch, choice)
         return result
@@ -214,4 +245,4 @@ def _compute_dtype(choice: str, *, device: torch.device, dtype: torch.dtype) -> 
         return torch.float64
     # bf16 products on most CPUs are 9-28x slower than fp32. On a GPU fp16 costs up to 15 % more than bf16 (it clocks
     # lower) but rounds 8x finer, so that the Gram form needs one restart instead of two.
-    return torch.float32 if device.type == "cpu" else torch.float16
+    return torch.float32 if device.type == "cpu" or m < _FP32_BELOW else torch.float16

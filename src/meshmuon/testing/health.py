@@ -23,7 +23,7 @@ from meshmuon.kernels.self_check import CHECKS as KERNELS
 from meshmuon.kernels.self_check import check_kernel
 from meshmuon.polar.coefficients import resolve_schedule
 from meshmuon.polar.orthogonalize import orthogonalize
-from meshmuon.polar.recipe import choose_recipe
+from meshmuon.polar.recipe import choose_recipe, compute_dtype
 from meshmuon.testing.processor import bf16_in_fp32
 from meshmuon.testing.rank_checks import begin, exactness, hand_over, resume
 from meshmuon.testing.reference import plain_newton_schulz
@@ -111,15 +111,16 @@ def kernels(site: Site) -> Iterator[Finding]:
         One finding for each choice, one for each kernel of ours that is used.
     """
     for device in devices():
-        dtype = torch.float32 if device.type == "cpu" else torch.float16
         choices: dict[Dispatch, list[int]] = {}
-        one_launch = clusters.is_available(device, dtype)
-        for m in SHORT_SIDES:
+        dtypes = {m: compute_dtype("auto", m=m, device=device, dtype=torch.float32) for m in SHORT_SIDES}
+        for m, dtype in dtypes.items():
+            one_launch = clusters.is_available(device, dtype)
             choice = choose_kernels("auto", m=m, dtype=dtype, device=device, one_launch=one_launch)
             choices.setdefault(choice, []).append(m)
+        dtype = dtypes[max(SHORT_SIDES)]
         for choice, sides in choices.items():
             work = "element-wise in Triton" if choice.fused else "element-wise by torch"
-            detail = f"short side {', '.join(map(str, sides))}: products by {choice.products}, {work}: {choice.reason}"
+            detail = f"short side {', '.join(map(str, sides))}: products by {choice.library}, {work}: {choice.reason}"
             yield Finding(f"kernels on {device.type}", True, detail)
         if os.environ.get(VARIABLE):
             yield Finding(VARIABLE, True, f"tiles of our own for {len(tuned_tiles())} shapes")

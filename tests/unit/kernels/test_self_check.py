@@ -16,6 +16,7 @@ from meshmuon.kernels.configs import TileConfig, choose_config
 from meshmuon.kernels.dispatch import Dispatch
 from meshmuon.kernels.few_tiles import CUTS, choose_cut
 from meshmuon.kernels.symmetric_matmul import FEW, HALVES, POINTERS, QUADRATIC, REST_SCALE, TMA
+from meshmuon.kernels.whole_matmul import WHOLE
 from meshmuon.polar import recipe
 from meshmuon.polar.coefficients import resolve_schedule
 
@@ -215,7 +216,39 @@ def test_the_kernel_that_takes_longest_to_compile_is_begun_first_and_checked_las
         self_check.check_kernels.__wrapped__(GPU, torch.float16)
     by_clusters = ["a product in halves", "one product after the other", "steps where directions are computed"]
     assert happened[0] == "begun" and happened[-3:] == by_clusters
-    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", FEW, HALVES, TMA, POINTERS}
+    assert set(happened[1:]) == set(self_check.CHECKS) - {"measure", FEW, HALVES, TMA, POINTERS, WHOLE}
+
+
+def test_in_fp32_a_gpu_is_asked_for_whole_products_alone():
+    with mock.patch.object(self_check, "check_kernel") as check:
+        self_check.check_kernels.__wrapped__(GPU, torch.float32)
+    elementwise = {"peaks", "update_momentum", "update_momentum (norms)", "normalise", "apply_update"}
+    assert {call.args[0] for call in check.mock_calls} == elementwise
+    with (
+        mock.patch.object(recipe, "check_kernels_ahead") as ahead,
+        mock.patch.object(recipe, "is_possible", return_value=False),
+        mock.patch.object(dispatch, "architecture_of", return_value="hopper"),
+        mock.patch.object(dispatch, "is_interpreted", return_value=False),
+    ):
+        small = choose(64, 256)
+    assert (small.kernels.products, small.dtype, small.input_dtype) == ("whole", torch.float32, torch.float32)
+    assert ahead.mock_calls == [mock.call(GPU, torch.float32), mock.call(GPU, torch.float32, alone=WHOLE)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_element_wise_kernels_are_checked_on_what_arrives(dtype):
+    with mock.patch.object(problems.elementwise, "update_momentum", wraps=elementwise.update_momentum) as update:
+        assert self_check.check_kernel("update_momentum", CPU, dtype) < 1.0
+    assert update.call_args.args[1].dtype == (torch.float32 if dtype == torch.float32 else torch.bfloat16)
+
+
+def test_a_wrong_whole_product_is_refused():
+    assert self_check.check_kernel(WHOLE, CPU, torch.float16) < 1.0, "in fp32 also where others are not"
+    with (
+        mock.patch.object(problems, "whole_matmul", lambda a, b, **_: torch.bmm(a, b)),
+        pytest.raises(RuntimeError, match="whole_matmul"),
+    ):
+        self_check.check_kernel(WHOLE, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("alone", [None, FEW, HALVES])
@@ -261,14 +294,20 @@ def test_what_takes_longest_to_compile_is_begun_before_torch_is_given_a_group():
 
 
 def test_it_is_begun_only_where_kernels_are_going_to_run():
-    fake = mock.Mock(device=GPU, dtype=torch.float32)
+    fake = on_a_gpu(256, 256)
     with mock.patch.object(recipe.clusters, "begin_to_compile") as begin:
         recipe.begin_to_compile([torch.zeros(8, 8)], Orthogonalizer())
         with FakeTensorMode():
             recipe.begin_to_compile([fake], Orthogonalizer())
         assert not begin.called
         recipe.begin_to_compile([fake], Orthogonalizer())
-    begin.assert_called_once_with(GPU, torch.float16)
+        begin.assert_called_once_with(GPU, torch.float16)
+        recipe.begin_to_compile([on_a_gpu(12, 64, 64)], Orthogonalizer())
+    assert begin.mock_calls[1:] == [mock.call(GPU, torch.float32)], "the small ones of a model alone wait for nothing"
+
+
+def on_a_gpu(*shape):
+    return mock.Mock(device=GPU, dtype=torch.float32, numel=torch.Size(shape).numel)
 
 
 def test_a_gpu_without_triton_takes_torch():
@@ -279,7 +318,7 @@ def test_a_gpu_without_triton_takes_torch():
         hopper.is_interpreted.cache_clear()
         try:
             chosen = choose(1024, 2048, kernels="auto")
-            recipe.begin_to_compile([mock.Mock(device=GPU, dtype=torch.float32)], Orthogonalizer())
+            recipe.begin_to_compile([on_a_gpu(256, 256)], Orthogonalizer())
         finally:
             hopper.is_interpreted.cache_clear()
     assert chosen.kernels == Dispatch("torch", False, "Triton is not installed")

@@ -240,7 +240,7 @@ def test_views_beside_shapes():
 
 def test_formulas_of_the_other_routes():
     """An all-gather moves every matrix; Gram matrices and factors are (4 + 2·2)·m²/2 bytes, (P-1)/P of each."""
-    m, n, size, count = 64, 512, 4, 8
+    m, n, size, count = 256, 2048, 4, 8
     shapes = {f"w{i}": (m, n) for i in range(count)}
     said = plan_for(shapes, {"tp": size}, {"tp": "shard1"}, execution=TORCH)
     triangle = m * (m + 1) // 2
@@ -278,7 +278,7 @@ def installed(request, monkeypatch):
 
 @pytest.mark.usefixtures("installed")
 def test_products_are_those_of_the_target_whatever_this_machine_has():
-    m, n, size, count = 256, 2048, 4, 8
+    m, n, size, count = 768, 6144, 4, 8
     shapes = {f"w{i}": (m, n) for i in range(count)}
     hopper, blackwell = (plan_for(shapes, {"tp": size}, {"tp": "shard1"}, gpu) for gpu in ("h200", "b200"))
     assert "cluster program" in str(hopper.recipes)
@@ -287,8 +287,11 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
     assert hopper.route("gram").flops.mean == pytest.approx(count / size * (18 * m**3 + 5 * m * m * n))
     # With a folded restart: a Gram matrix and one product with x, and 22 instead of 14 m³.
     assert hopper.route("owner").flops.mean == pytest.approx(count / size * (22 * m**3 + 3 * m * m * n))
-    small = plan_for({"w": (128, 512)}, {"tp": size}, {"tp": "shard1"})
-    assert "cluster program" in str(small.recipes), "as on the GPU"
+    one = plan_for({"w": (256, 1024)}, {"tp": size}, {"tp": "shard1"})
+    assert "cluster program" in str(one.recipes), "as on the GPU"
+    small = plan_for({"w": (128, 1024)}, {"tp": size}, {"tp": "shard1"})
+    assert "float32 triton kernels" in str(small.recipes), "as on the GPU"
+    assert small.route("owner").bytes_sent.max == one.route("owner").bytes_sent.max, "half the numbers, in fp32"
 
 
 def test_the_plan_says_of_each_shape_how_it_is_computed_and_why():
@@ -298,14 +301,15 @@ def test_the_plan_says_of_each_shape_how_it_is_computed_and_why():
 
     shapes = {"q": (1024, 1024), "k": (1024, 1024), "up": (4096, 1024), "small": (512, 128), "large": (16384, 16384)}
     assert said(shapes, "h200") == [
-        "128x512: gram folded 2 float16 cluster program (all products in one launch)",
+        "128x512: gram float32 triton kernels (fp32, short side below 256)",
         "1024x1024: gram restart 2,3 float16 paired program (symmetric results cost half)",
         "1024x4096: gram folded 2 float16 paired program (symmetric results cost half)",
         "16384x16384: standard float16 triton kernels (symmetric results cost half)",
     ]
     assert said(shapes, "b200") == [
-        "128x512, 1024x4096: gram restart 2 float16 (our kernels are not measured on blackwell)",
+        "128x512: gram float32 (our kernels are not measured on blackwell)",
         "1024x1024, 16384x16384: standard float16 (our kernels are not measured on blackwell)",
+        "1024x4096: gram restart 2 float16 (our kernels are not measured on blackwell)",
     ]
     (many,) = said({f"w{i}": (16 * i, 1024) for i in range(1, 12)}, "b200")
     assert many.startswith("16x1024, 32x1024, ") and "128x1024 and 3 more: gram" in many

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -239,12 +240,34 @@ def test_larger_ones_and_longer_programs_do_not():
 
 
 def test_small_ones_are_torchs_unless_all_products_are_one_launch(monkeypatch):
-    assert choose(24, 896).program is not None and choose(24, 896).invariant
-    too_long = choose(128, 512, steps=20)
+    in_fp16 = partial(choose, dtype="float16")  # asked for: they are in fp32 else
+    assert in_fp16(24, 896).program is not None and in_fp16(24, 896).invariant
+    too_long = in_fp16(128, 512, steps=20)
     assert (too_long.program, too_long.kernels.products, too_long.fused) == (None, "torch", True)
     assert too_long.kernels.reason == "short side below 256" and choose(256, 512, steps=20).kernels.products == "triton"
     monkeypatch.setattr(recipes, "is_available", lambda *_, **__: False)
-    assert choose(128, 512).kernels == too_long.kernels, "what could not be compiled"
+    assert in_fp16(128, 512).kernels == too_long.kernels, "what could not be compiled"
+
+
+def test_small_ones_are_in_fp32_by_products_that_keep_their_bits():
+    small, large = choose(240, 1024), choose(256, 1024)
+    assert (small.dtype, small.input_dtype, large.dtype, large.input_dtype) == (
+        torch.float32,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    )
+    assert (small.kernels.products, small.fused, small.invariant) == ("whole", True, True)
+    assert small.describe() == "gram float32 triton kernels" and small.restarts == ()
+    assert small.flops(240, 1024) == cost.gram_flops(240, 1024, schedule=small.schedule, restarts=())
+    assert not choose(240, 1024, form="svd").invariant
+    other = choose(240, 1024, kernels="torch")
+    assert (other.dtype, other.kernels.products, other.fused) == (torch.float32, "torch", False)
+    asked, forced = choose(240, 1024, kernels="triton"), choose(240, 1024, dtype="float32")
+    assert asked.kernels.products == forced.kernels.products == "whole"
+    assert choose(256, 1024, dtype="float32").kernels.reason == "products in torch.float32"
+    with pytest.raises(ValueError, match=r"products in torch\.float32"):
+        choose(256, 1024, dtype="float32", kernels="triton")
 
 
 @pytest.mark.parametrize("steps", [12, 14, 16])

@@ -32,7 +32,10 @@ def choose(m, n, *, schedule=SCHEDULE, symmetric=True, programs=True, compute=to
         (1024, 2048, Way("gram", (2,), whole=True, paired=True)),
         (1264, 2048, Way("gram", (2,), whole=True, paired=True)),
         (1280, 2048, Way("gram", (2,), paired=True)),
+        (512, 2048, Way("gram", (2,), whole=True)),
+        (752, 3072, Way("gram", (2,), whole=True)),
         (768, 3072, Way("gram", (2,), folded=True)),
+        (768, 960, Way("gram", (2, 3))),
         (1024, 1024, Way("gram", (2, 3), paired=True)),
         (1408, 2048, Way("gram", (2,), paired=True)),
         (2048, 2048, Way("gram", (2, 3), paired=True)),
@@ -74,7 +77,8 @@ def test_what_is_asked_for_is_done():
     assert choose(2048, 2048, form="standard") == Way("standard")
     assert choose(768, 768, form="svd") == Way("svd")
     assert choose(2048, 2048, restarts=(2,)) == Way("gram", (2,), paired=True), "no restart of ours beside theirs"
-    assert choose(64, 64, form="gram", programs=False) == Way("gram", (2,), whole=True)
+    assert choose(64, 64, form="gram", programs=False) == Way("gram", (2, 3)), "cheaper than a whole product"
+    assert choose(64, 64, form="gram", restarts=(2,)) == Way("gram", (2,), whole=True)
 
 
 @pytest.mark.parametrize("way", [Way("gram", (2,)), Way("gram", (2, 3)), Way("gram", (2,), folded=True)])
