@@ -2,8 +2,8 @@
 
 python -m tests.compile_for cuda:80:32 ampere
 
-Writes a line of JSON for each launch: the kernel's name, the shared memory it takes, what it was compiled to, and the
-hash of that.
+Writes a line of JSON for each launch: the kernel's name, the shared memory it takes, what it was compiled to, the hash
+of that, and whether a product rounds to TF32.
 """
 
 import importlib
@@ -61,7 +61,9 @@ def main() -> None:
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        sys.stdout.write(json.dumps([self.fn.__name__, kernel.metadata.shared, sorted(kernel.asm), kernel.hash]) + "\n")
+        rounds = "inputPrecision = tf32" in kernel.asm["ttir"]
+        said = [self.fn.__name__, kernel.metadata.shared, sorted(kernel.asm), kernel.hash, rounds]
+        sys.stdout.write(json.dumps(said) + "\n")
         return kernel
 
     with ExitStack() as patches:

@@ -62,24 +62,24 @@ def measure_stack(stack: Stack, device: str, *, repeats: int) -> dict[str, Any]:
 
     Args:
         stack: Its sizes.
-        device: Where. Matrices arrive in bf16 on a GPU, as over the wire, and in fp32 on a CPU.
+        device: Where. Matrices arrive as over the wire: in bf16 on a GPU unless they are small, in fp32 on a CPU.
         repeats: Timed rounds.
 
     Returns:
         How we compute it, and the times.
     """
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(stack.batch, stack.m, stack.n, generator=generator, device=device).to(dtype)
+    x = torch.randn(stack.batch, stack.m, stack.n, generator=generator, device=device)
     recipe = choose_recipe(
         stack.m,
         stack.n,
         schedule=resolve_schedule("polar_express", 5),
         orthogonalizer=Orthogonalizer(),
         device=x.device,
-        dtype=dtype,
+        dtype=x.dtype,
         eps=1e-7,
     )
+    x = x.to(recipe.input_dtype)
     theirs = x.clone()  # torch's divides a bf16 input in place
     found: dict[str, Any] = {"recipe": recipe.describe(), "reason": recipe.kernels.reason}
     for name, work in ((OURS, lambda: orthogonalize(x)), (TORCHS, lambda: torch_polar(theirs))):

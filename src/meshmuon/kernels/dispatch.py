@@ -47,6 +47,7 @@ def choose_kernels(
     m: int,
     dtype: torch.dtype,
     device: torch.device,
+    given: torch.dtype = torch.float32,
     one_launch: bool = False,
     architecture: Architecture | None = None,
 ) -> Dispatch:
@@ -57,6 +58,7 @@ def choose_kernels(
         m: The short side.
         dtype: What products are computed in.
         device: Where.
+        given: The dtype of the parameters.
         one_launch: Whether all products of an iteration would be one launch.
         architecture: Of a GPU that is elsewhere, with everything installed; None: look at the device.
 
@@ -73,6 +75,8 @@ def choose_kernels(
         return Dispatch("torch", False, f"on a CPU{library}")
     whole = dtype == torch.float32 and m < SMALLEST_SIDE and device.type != "cpu"
     missing = _what_is_missing(dtype, device, elsewhere=architecture is not None, whole=whole)
+    if given == torch.float64 and device.type != "cpu" and not missing:
+        missing = f"parameters in {given}"  # kernels read in fp32, where 1e60 is infinite
     ours: Literal["triton", "whole"] = "whole" if whole else "triton"
     if choice == "triton":
         if missing:

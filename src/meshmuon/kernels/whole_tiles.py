@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def _tile(base, matrix, rows, cols, row_count, col_count):
-    """Pointers to a tile, the first at a 64-bit offset. That rows are a multiple of 16 apart is known."""
-    return base + matrix.to(tl.int64) * row_count * col_count + (rows[:, None] * col_count + cols[None, :])
+    """Pointers to a tile, at 64-bit offsets. That rows are a multiple of 16 numbers apart is known."""
+    return base + (matrix.to(tl.int64) * row_count + rows[:, None]) * col_count + cols[None, :]
 
 
 @triton.jit(do_not_specialize=["m_16", "n_16", "k_16", "tiles"])  # one compilation for all sizes

@@ -72,8 +72,8 @@ class Bucket:
 
     @property
     def cost(self) -> float:
-        """Operations to orthogonalize one of its matrices."""
-        return self.recipe.flops(*self.wide_shape)
+        """What it takes to orthogonalize one of its matrices, in operations in 16 bits."""
+        return self.recipe.cost(*self.wide_shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,7 @@ def _owned_buckets(
     """Give each matrix of a team an owner, then cut alike ones so that every owner gets what fits its workspace."""
     team = kinds.team(matrices[0])
     by_kind = _alike(matrices, kinds)
-    cost_of = {kinds.of(one): recipes[kinds.of(one)].flops(*one.wide_shape) for one, *_ in by_kind}
+    cost_of = {kinds.of(one): recipes[kinds.of(one)].cost(*one.wide_shape) for one, *_ in by_kind}
     costs = [cost_of[kinds.of(matrix)] for matrix in matrices]
     owner_of = dict(zip(map(id, matrices), assign_owners(costs, len(team)), strict=True))
     buckets = []

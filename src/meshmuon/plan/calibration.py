@@ -20,10 +20,6 @@ SHORT_SIDES = (4096, 2048, 1024, 0)
 # and 1408 as in the steps of llama-1b of the eleventh and moe of the tenth and eleventh).
 _SYMMETRIC_RATE = (0.86, 0.88, 0.84, 0.80)
 
-# How many times longer products in fp32 take than cuBLAS's in 16 bits: whole iterations on 64x128x512, 48x192x768 and
-# 384x128x4096 come to 19 to 24 TFLOP/s (benchmarks/NOTES.md).
-_IN_FP32 = 25.0
-
 # What the code does besides products. Change these together with the code, then fit again.
 _ENTRY_BYTES = 40  # by number of a matrix, from the buffer to the first product: cast, peak, scale, norm, divide, cast
 _ENTRY_CALLS = 12  # the same in calls
@@ -138,11 +134,10 @@ def polar_work(recipe: Recipe, m: int, n: int, *, batch: int) -> Work:
     ours = recipe.kernels.products == "triton"
     total = recipe.flops(m, n)
     dense = min(total, recipe.whole_flops(m, n)) if ours else total
-    longer = _IN_FP32 if recipe.dtype == torch.float32 and recipe.form != "svd" else 1.0
     calls = _product_calls(recipe) + (_SMALL_CALLS * len(recipe.schedule) if recipe.kernels.products == "torch" else 0)
     calls += _FUSED_ENTRY_CALLS if recipe.fused else _ENTRY_CALLS
     passes = Work(bytes=float(entry_bytes(recipe) * batch * m * n), calls=float(calls))
-    return products(m, dense=batch * dense * longer, symmetric=batch * (total - dense)) + passes
+    return products(m, dense=batch * dense * recipe.slowness, symmetric=batch * (total - dense)) + passes
 
 
 def _product_calls(recipe: Recipe) -> int:

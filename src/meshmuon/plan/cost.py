@@ -57,7 +57,7 @@ def sharing_pays(recipe: Recipe, shape: tuple[int, int], *, copies: int, each: f
         True if that takes less time.
     """
     machine = machine_of(device)
-    compute = recipe.flops(*shape) / machine.flops
+    compute = recipe.cost(*shape) / machine.flops
     travel = (copies - 1) * shape[0] * shape[1] * recipe.dtype.itemsize / machine.bandwidth
     alone = max(1.0, each) * compute
     shared = max(1.0, each / copies) * (compute + travel)

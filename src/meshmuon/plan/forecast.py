@@ -270,7 +270,7 @@ def _gram(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     wire = [count * triangle * 4.0, 1.0 * factors * count * triangle * recipe.dtype.itemsize]
     calls = 3 + polar_work(recipe, m, n, batch=1).calls
     passes = Work(bytes=max(held) * entry_bytes(recipe) + count * m * m * 8.0, calls=calls)
-    work = products(m, dense=dense, symmetric=max(flops) - dense) + passes
+    work = products(m, dense=dense * recipe.slowness, symmetric=max(flops) - dense) + passes
     return Stage(
         team=bucket.team,
         matrices=count,

@@ -84,11 +84,11 @@ def gram_pays(matrix: Matrix, recipe: Recipe, gram: Recipe) -> bool:
     ranks = len(matrix.share.team)
     m, n = matrix.wide_shape
     machine = machine_of(matrix.parameter.device)
-    owner = recipe.flops(m, n) / ranks / machine.flops
+    owner = recipe.cost(m, n) / ranks / machine.flops
     moved = 2 * m * n * recipe.input_dtype.itemsize * (ranks - 1) / ranks**2 / machine.bandwidth
     segments = len(gram.restarts) + 1
     small = gram.flops(m, 0) + 4.0 * m**3 * len(gram.restarts)  # the iteration, and restarts on the Gram matrix
-    sharded = ((2.0 + 2.0 * segments) * m * m * n + small) / ranks / machine.flops
+    sharded = gram.slowness * ((2.0 + 2.0 * segments) * m * m * n + small) / ranks / machine.flops
     sent = sum(grams_sent((m, n), [0], member, ranks=ranks, recipe=gram) for member in range(ranks)) / ranks
     return sharded + sent / machine.bandwidth < owner + moved
 

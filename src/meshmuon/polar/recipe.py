@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ _PROGRAMS_TO = 8192
 # The short side from which one matrix at a time in cuBLAS costs next to nothing (2.9 % measured at 2048, nothing at
 # 4096: NOTES.md).
 _ALONE_FROM = 2048
+# How many times longer products in fp32 take than cuBLAS's in 16 bits: iterations on 64x128x512, 48x192x768 and
+# 384x128x4096 come to 19 to 24 TFLOP/s on an H200 (NOTES.md).
+_IN_FP32 = 25.0
 # Numbers a CPU takes through a step at a time: 16 MB in fp32, which its cache holds. With fewer its threads would wait
 # for each other.
 _CPU_NUMBERS = 2**22
@@ -55,6 +58,7 @@ class Recipe:
         kernels: What products and element-wise work run in, and why.
         invariant: Whether a matrix gets the same bits in every batch, also where the library does not promise that.
         program: All products as one program, for one launch; or None.
+        slowness: How many times longer an operation takes than in 16 bits, where there is such a difference.
     """
 
     schedule: Schedule
@@ -65,6 +69,7 @@ class Recipe:
     kernels: Dispatch
     invariant: bool = False
     program: Program | None = None
+    slowness: float = 1.0
 
     @property
     def form(self) -> Literal["standard", "gram", "svd"]:
@@ -89,6 +94,10 @@ class Recipe:
     def flops(self, m: int, n: int) -> float:
         """Count the operations for one m×n matrix (m <= n)."""
         return count_flops(m, n, self.way, schedule=self.schedule, symmetric=self.kernels.products == "triton")
+
+    def cost(self, m: int, n: int) -> float:
+        """Count them by the time they take: as operations in 16 bits."""
+        return self.slowness * self.flops(m, n)
 
     def whole_flops(self, m: int, n: int) -> float:
         """Count those of them that are in products no symmetric kernel can take."""
@@ -181,7 +190,8 @@ def choose_recipe(
     orthogonalizer.check_steps(len(schedule))
     choose = partial(choose_way, m, n, schedule=schedule, wishes=orthogonalizer, compute=compute)
     wanted = orthogonalizer.kernels
-    which = partial(choose_kernels, wanted, m=m, dtype=compute, device=device, architecture=architecture)
+    where: dict[str, Any] = {"device": device, "architecture": architecture}
+    which = partial(choose_kernels, wanted, m=m, dtype=compute, given=dtype, **where)
     possible = wanted != "torch" and m <= _PROGRAMS_TO and is_possible(device, compute, architecture=architecture)
     kernels = which(one_launch=possible)
     if kernels.fused and architecture is None:
@@ -208,6 +218,7 @@ def choose_recipe(
         program=program,
         eps=eps,
         kernels=kernels,
+        slowness=_IN_FP32 if device.type != "cpu" and compute.itemsize > 2 else 1.0,
         invariant=device.type != "cpu" and (free if invariant is None else invariant or program is not None),
     )
 
@@ -222,7 +233,10 @@ def _check_others_ahead(m: int, way: Way, kernels: Dispatch, *, device: torch.de
 
 
 def _most_rows_in(x: Tensor, choice: str) -> torch.dtype:
-    """What the products of a parameter are in if it is a square: reshaped or not, it has no longer short side."""
+    """What the products of a parameter are in if it is a square. Reshaped or not, it has no longer short side.
+
+    A plain shard of a larger matrix may: its kernel is begun a little later then.
+    """
     return compute_dtype(choice, m=math.isqrt(x.numel()), device=x.device, dtype=x.dtype)
 
 

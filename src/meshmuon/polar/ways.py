@@ -38,6 +38,7 @@ _MIRRORED_FROM = 1280  # the short side from which the last product of polynomia
 # The short side from which two steps at once pay ([Note: pairs] in pairs.py): with 768 rows, adding to a product and
 # writing two results takes longer than the tensor cores take for the next one (768, 1408 and 2048: NOTES.md).
 _PAIRS_FROM = 1024
+_MOST_STEPS = 10  # for which a program with one more restart fits into a launch
 _FOLDED_FROM = 768  # the short side from which a restart may be folded. See [Note: small matrices do not fold].
 
 
@@ -102,7 +103,7 @@ def _ways(
     several = len(segments[-1]) > 2  # polynomials in the last product
     whole = symmetric and several and m < _MIRRORED_FROM
     ends_in_pair = paired and several and find_pair(segments[-1]) is not None
-    if wishes.restarts == "auto" and (whole or ends_in_pair):
+    if wishes.restarts == "auto" and (whole or ends_in_pair) and len(schedule) <= _MOST_STEPS:
         ways.append(Way("gram", (*restarts, len(schedule) - 2), paired=paired))
     ways.append(Way("gram", restarts, whole=whole, paired=paired))
     if symmetric and m >= _FOLDED_FROM and can_fold(schedule, restarts, compute):

@@ -107,6 +107,20 @@ def test_a_kernel_that_is_off_is_red(monkeypatch):
     assert 'kernels="torch"' in found["kernel wrong"]["remedy"]
 
 
+def test_small_matrices_are_told_of_in_their_own_dtype(monkeypatch):
+    asked = {}
+
+    def choose(choice, *, m, dtype, **_):
+        asked[m] = dtype
+        return Dispatch("torch", False, str(dtype))
+
+    monkeypatch.setattr(health, "devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(health.clusters, "is_available", lambda *_: False)
+    monkeypatch.setattr(health, "choose_kernels", choose)
+    assert len(list(health.kernels(None))) == 2
+    assert asked == {128: torch.float32, 768: torch.float16, 4096: torch.float16}
+
+
 def test_a_set_that_flips_a_sign_is_red(monkeypatch):
     monkeypatch.setattr(health, "SETS", ("keller", FLIPS_A_SIGN))
     result, found = examine(monkeypatch, "coefficients")

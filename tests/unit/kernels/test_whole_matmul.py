@@ -1,8 +1,13 @@
 """Products in fp32 that are no halves of symmetric ones: right at every size, and the same bits in every batch."""
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
 
+from meshmuon.kernels import self_check
+from meshmuon.kernels import whole_tiles as tiles
 from meshmuon.kernels.dispatch import Dispatch
 from meshmuon.kernels.whole_matmul import whole_matmul
 from meshmuon.polar.coefficients import resolve_schedule
@@ -13,6 +18,7 @@ from meshmuon.polar.orthogonalize import orthogonalize_stack
 from meshmuon.polar.recipe import Recipe
 from meshmuon.polar.ways import Way
 
+module = importlib.import_module("meshmuon.kernels.whole_matmul")  # not the function of that name
 BOUND = 2e-6
 SCHEDULE = resolve_schedule("polar_express", 5)
 
@@ -50,9 +56,44 @@ def test_strides_of_any_kind():
         )
 
 
-def test_no_rounding_to_tf32():
-    a = torch.full((1, 16, 16), 1.0 + 2.0**-12)
-    assert float(whole_matmul(a, a)[0, 0, 0]) == pytest.approx(16.0 * (1.0 + 2.0**-11), rel=1e-6)
+class Compiled:
+    """Stands for Triton and what it compiles; counts who was asked."""
+
+    def __init__(self):
+        self.compiled = 0
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*_, **__):
+            self.compiled += 1
+            return self
+
+        return compile_and_launch
+
+
+def test_what_was_compiled_is_kept_only_once_it_has_been_compared():
+    kernel, direct = Compiled(), []
+    x, unaligned = torch.zeros(1, 16, 16), torch.zeros(257)[1:].view(1, 16, 16)
+    with (
+        mock.patch.object(tiles, "whole_kernel", kernel),
+        mock.patch.object(module, "is_interpreted", return_value=False),
+        mock.patch.object(module, "run", lambda *arguments: direct.append(arguments)),
+        mock.patch.dict(module._compiled, clear=True),
+    ):
+        self_check._thread.checking = True
+        try:
+            whole_matmul(x, x)
+            whole_matmul(x, x)
+        finally:
+            self_check._thread.checking = False
+        assert (kernel.compiled, direct) == (2, []), "it was on trial"
+        whole_matmul(unaligned, x)
+        whole_matmul(x, x)
+        assert (kernel.compiled, direct) == (4, []), "for rows that are not aligned other code is compiled"
+        whole_matmul(x, x)
+        assert (kernel.compiled, len(direct)) == (4, 1)
+        whole_matmul(x, unaligned)
+        whole_matmul(x, x, c=x)
+        assert (kernel.compiled, len(direct)) == (6, 1), "and where something is added"
 
 
 def test_nothing_to_multiply():

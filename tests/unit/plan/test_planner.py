@@ -294,6 +294,21 @@ def test_products_are_those_of_the_target_whatever_this_machine_has():
     assert small.route("owner").bytes_sent.max == one.route("owner").bytes_sent.max, "half the numbers, in fp32"
 
 
+def test_fp32_takes_longer_on_every_route_and_in_the_balance_of_owners():
+    shapes = {f"small.{i}": (128, 4096) for i in range(8)}
+    fp16 = Execution(orthogonalizer=Orthogonalizer(dtype="float16"))
+    auto, half = (plan_for(shapes, {"tp": 4}, {"tp": "shard1"}, execution=how) for how in (Execution(), fp16))
+    for route in ("owner", "gram"):
+        assert sum(auto.route(route).work.flops) > 10 * sum(half.route(route).work.flops), route
+    mixed = {f"large.{i}": (2048, 2048) for i in range(3)} | {f"small.{i}": (192, 2048) for i in range(96)}
+    (team,) = {bucket.team for bucket in plan_for(mixed, {"tp": 4}, {"tp": "shard1"}).plan.buckets}
+    load = dict.fromkeys(team, 0.0)
+    for bucket in plan_for(mixed, {"tp": 4}, {"tp": "shard1"}).plan.buckets:
+        for owner in bucket.owners:
+            load[team[owner]] += bucket.cost
+    assert max(load.values()) < 1.1 * sum(load.values()) / 4
+
+
 def test_the_plan_says_of_each_shape_how_it_is_computed_and_why():
     def said(shapes, gpu):
         plan = plan_for(shapes, {"gpu": 1}, {"gpu": "replicate"}, gpu).plan

@@ -260,6 +260,7 @@ def test_small_ones_are_in_fp32_by_products_that_keep_their_bits():
     assert (small.kernels.products, small.fused, small.invariant) == ("whole", True, True)
     assert small.describe() == "gram float32 triton kernels" and small.restarts == ()
     assert small.flops(240, 1024) == cost.gram_flops(240, 1024, schedule=small.schedule, restarts=())
+    assert small.cost(240, 1024) > 10 * small.flops(240, 1024) and large.cost(256, 1024) == large.flops(256, 1024)
     assert not choose(240, 1024, form="svd").invariant
     other = choose(240, 1024, kernels="torch")
     assert (other.dtype, other.kernels.products, other.fused) == (torch.float32, "torch", False)
@@ -268,6 +269,27 @@ def test_small_ones_are_in_fp32_by_products_that_keep_their_bits():
     assert choose(256, 1024, dtype="float32").kernels.reason == "products in torch.float32"
     with pytest.raises(ValueError, match=r"products in torch\.float32"):
         choose(256, 1024, dtype="float32", kernels="triton")
+
+
+def test_parameters_in_fp64_are_torchs_whatever_they_are_computed_in():
+    """Kernels read what arrives in fp32, where 1e60 is infinite."""
+    settings = {"schedule": resolve_schedule("polar_express", 5), "device": torch.device("cuda"), "eps": 1e-7}
+    for shape in ((64, 256), (512, 512)):
+        for wanted in ("auto", "float32", "float16"):
+            recipe = recipes.choose_recipe(
+                *shape,
+                **settings,
+                orthogonalizer=Orthogonalizer(dtype=wanted),
+                dtype=torch.float64,
+                architecture="hopper",
+            )
+            assert (recipe.kernels.products, recipe.fused, recipe.input_dtype) == ("torch", False, torch.float64)
+
+
+def test_a_restart_more_costs_no_program():
+    """With one restart more than their 13 steps need, squares in bf16 would not fit into a launch."""
+    assert choose(1024, 1024, steps=13, dtype="bfloat16").program is not None
+    assert choose(1024, 1024, steps=13, dtype="bfloat16").invariant
 
 
 @pytest.mark.parametrize("steps", [12, 14, 16])
