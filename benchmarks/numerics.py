@@ -138,17 +138,19 @@ How to read it:
 - Five steps lift singular values above about 1e-3 of the Frobenius norm to 1. No five-step set resolves condition
   numbers of 1e5 and more: the distance there is mostly the small directions that stay small. That is Muon as everybody
   runs it; eight or ten steps of Polar Express resolve more, in fp32 or fp16.
-- fp16 is within 0.01 of fp32 on Gaussian, power-law (1e3) and low-rank inputs from 256 rows up to 8192. On smaller ones
-  of low rank it is up to 0.022 away: what rounding leaves in missing directions is as large for every size, and the
-  result is smaller (`python -m benchmarks.accuracy`; without a GPU with `--device cpu --dtype float16`).
+- fp16 is within 0.01 of fp32 on Gaussian, power-law (1e3) and low-rank inputs from 256 rows up to 8192 (`python -m
+  benchmarks.accuracy`), and there a GPU computes in it. On smaller ones of low rank it would be up to 0.022 away
+  (`--device cpu --dtype float16`): what rounding leaves in missing directions is as large for every size, and the
+  result is smaller. So a GPU takes those in fp32.
 - In bf16, and with eight or ten steps also in fp16, rounding noise in directions where the input has nothing is
   lifted as well: a rank-1 input comes out with a large distance although its leading direction is right. It stays
   bounded.
-- **A step on a GPU rounds the direction it orthogonalizes to bf16** before it iterates in fp16 (`{STEP}`): so it
+- **A step on a GPU rounds the direction of a matrix of 256 rows or more to bf16** before it iterates in fp16: so it
   travels at two bytes a number, and has the same bits where it does not travel. In five steps that adds nothing on a
-  Gaussian, up to 0.03 on a power law of 1e3 (0.002 at 704×1024, by the same command), and 0.05 to 0.2 on a
-  matrix of exactly rank 16, whose missing directions are filled with what rounding left there. `orthogonalize`, the
-  function, rounds nothing before; `Orthogonalizer(dtype="float32")` rounds nothing at all.
+  Gaussian, up to 0.008 on a power law of 1e3 at 256 rows and 0.003 at 704, and 0.14 and 0.06 on inputs of rank m/8
+  (Polar Express, by the same command), whose missing directions are filled with what rounding left there. Rows
+  `{STEP}` show it where fp16 is asked for, since the sizes below are in fp32 else. `orthogonalize`, the function,
+  rounds nothing before; small matrices, and all with `Orthogonalizer(dtype="float32")`, are not rounded at all.
 - The Gram form is as close as the standard one on Gaussian inputs in every dtype, because it restarts as often as the
   dtype needs (in five steps fp16: once, bf16: twice, fp32: never up to 1024 rows, above that as fp16). Where singular
   values span more than the dtype can square, its rows differ: it iterates on their squares.

@@ -48,7 +48,8 @@ def orthogonalize(
         coefficients: "polar_express", "keller", "you", one triple, or `steps` triples.
         steps: Number of iteration steps, 1 to 20. Five steps resolve singular values above about 1e-3 of the norm.
         form: "standard", "gram", "svd" (exact), or "auto": the cheaper of the first two.
-        dtype: What to compute in. "auto": fp32 on a CPU (fp64 for fp64), fp16 on a GPU.
+        dtype: What to compute in. "auto": fp32 on a CPU (fp64 for fp64), fp16 on a GPU, where matrices of less than 256
+            rows or columns are in fp32 as well.
         sharded: How a plain tensor is cut: `Sharded(dim, group)`.
 
     Returns:

@@ -15,12 +15,12 @@ and 4e-2 at 8192 (one H200). With the restarts of fp16 it is 4e-4, 1e-3 and at m
 those.
 
 [Note: folded restarts] A restart forms (q·x)·(q·x)ᵀ, which is q·r·q: it need not touch x. Then x is multiplied twice
-instead of four times, for eight more m·m·m: cheaper from n = 2.3 to 2.7·m on. Three things keep it accurate. r comes in
-two halves, since q lifts what rounding it once would do to small singular values. q·r is a whole product and not one
-triangle mirrored, since q lifts its error once more. So is the last product of polynomials, for the reason in the
-next note. Measured (benchmarks/NOTES.md), it is nearer to the exact factor than a restart on x where many singular
-values count. At ranks of 1 to 8 it is further from the polynomial, since q, large where x is nothing, is rounded
-as a whole; but no further than the standard form in bf16.
+instead of four times, for eight more m·m·m: cheaper from n = 2.3 to 2.7·m on, and near enough from 768 rows on (see
+ways.py). Three things keep it accurate. r comes in two halves, since q lifts what rounding it once would do to small
+singular values. q·r is a whole product and not one triangle mirrored, since q lifts its error once more. So is the last
+product of polynomials, for the reason in the next note. Measured (benchmarks/NOTES.md), it is nearer to the exact
+factor than a restart on x where many singular values count. At ranks of 1 to 8 it is further from the polynomial, since
+q, large where x is nothing, is rounded as a whole; but no further than the standard form in bf16.
 
 [Note: mirrored products] Kernels that compute one triangle of z·q and mirror it take for granted that z and q commute.
 They do not quite, and then q·x is no longer z·(q·x): a direction that q should shrink gets what rounding mixed into it
