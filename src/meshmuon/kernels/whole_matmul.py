@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshmuon.errors import message
 from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
 from meshmuon.kernels.launching import run
 
@@ -43,8 +44,14 @@ def whole_matmul(
 
     Returns:
         `out`, or a new contiguous (batch, m, n).
+
+    Raises:
+        ValueError: If sides are no multiples of 16, or numbers not in fp32: the kernel would read what is not there.
     """
     (batch, m, k), n = a.shape, b.shape[-1]
+    if (m | k | n) % 16 or not a.dtype == b.dtype == torch.float32:
+        found = f"{a.dtype} {tuple(a.shape)} times {b.dtype} {tuple(b.shape)}"
+        raise ValueError(message(WHOLE, found=found, do="Pass fp32, padded to multiples of 16"))
     a, b, c = a.contiguous(), b.contiguous(), None if c is None else c.contiguous()
     result = a.new_empty(batch, m, n) if out is None else out
     tiles = -(-m // _BLOCK) * -(-n // _BLOCK)

@@ -96,6 +96,19 @@ def test_what_was_compiled_is_kept_only_once_it_has_been_compared():
         assert (kernel.compiled, len(direct)) == (6, 1), "and where something is added"
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.zeros(1, 16, 16), torch.zeros(1, 16, 24)),
+        (torch.zeros(1, 8, 16), torch.zeros(1, 16, 16)),
+        (torch.zeros(1, 16, 16).half(), torch.zeros(1, 16, 16).half()),
+    ],
+)
+def test_what_the_kernel_would_read_past_is_refused(a, b):
+    with pytest.raises(ValueError, match=r"whole_matmul: .*Pass fp32, padded to multiples of 16"):
+        whole_matmul(a, b)
+
+
 def test_nothing_to_multiply():
     assert whole_matmul(random(0, 16, 16), random(0, 16, 32)).shape == (0, 16, 32)
 
