@@ -14,10 +14,10 @@ from pathlib import Path
 
 from benchmarks.calibrate import polar_samples, step_samples, table
 from meshmuon import plan_for
-from meshmuon.plan.describe import human
 from meshmuon.plan.hardware import known_hardware
 from meshmuon.plan.outlook import EXPLAINED, Forecast
 from meshmuon.plan.placement import Rule
+from meshmuon.plan.words import human
 
 SIZES = (64, 512, 4096)
 ROUTES = ("local", "owner", "split", "mixed", "gram", "gather")
@@ -106,7 +106,7 @@ def details(rows: list[tuple[Setup, Forecast, float]]) -> Iterator[str]:
             *(f"{1e3 * each:.1f}" for each in (r.compute, r.exchange, r.elementwise)),
             sent,
             human(r.flops.max, unit="FLOP"),
-            f"{r.flops.balance:.2f}",
+            f"{r.loads.balance:.2f}",
             human(said.state_bytes, unit="B"),
             human(r.workspace, unit="B"),
             "yes" if said.fits else f"**no**: {human(said.bytes_needed, unit='B')}",

@@ -71,5 +71,5 @@ def _route_record(route: "RouteForecast") -> dict[str, Any]:
         "workspace bytes": route.workspace,
         "flops": list(route.flops.each),
         "bytes sent": list(route.bytes_sent.each),
-        "balance": route.flops.balance,
+        "balance": route.loads.balance,
     }

@@ -73,7 +73,7 @@ def report(forecast: "Forecast", training: TrainingStep | None) -> str:
 
 
 def _title(forecast: "Forecast") -> Iterator[str]:
-    from meshmuon.plan.describe import human
+    from meshmuon.plan.words import human
 
     machine, several = forecast.hardware, forecast.ranks > 1
     yield f"{forecast.model}: {human(forecast.parameters)} parameters, {forecast.matrices} matrices"
@@ -87,7 +87,8 @@ def _title(forecast: "Forecast") -> Iterator[str]:
 
 def _routing(forecast: "Forecast") -> Iterator[str]:
     """Rows under the algorithm and reason they have in common."""
-    from meshmuon.plan.describe import cuts_of, human, rows_of
+    from meshmuon.plan.describe import cuts_of, rows_of
+    from meshmuon.plan.words import human
 
     total = max(1, forecast.parameters)
     rows = [(row.parameters[0].routing.algorithm, row.reason, row) for row in rows_of(forecast.plan.parameters)]
@@ -142,7 +143,7 @@ def batches_of(plan: "Plan") -> list[dict[str, Any]]:
 
 
 def _memory(forecast: "Forecast") -> Iterator[str]:
-    from meshmuon.plan.describe import human
+    from meshmuon.plan.words import human
 
     parts = {
         "parameters": forecast.parameter_bytes,
@@ -157,8 +158,8 @@ def _memory(forecast: "Forecast") -> Iterator[str]:
 
 
 def _routes(forecast: "Forecast") -> Iterator[str]:
-    from meshmuon.plan.describe import human
     from meshmuon.plan.outlook import EXPLAINED
+    from meshmuon.plan.words import human
 
     header = ("route", "ms", "products", "wire", "element", "host", "sent/GPU", "balance")
     rows = []
@@ -166,18 +167,20 @@ def _routes(forecast: "Forecast") -> Iterator[str]:
         times = (r.ms, *(1e3 * seconds for seconds in (r.compute, r.exchange, r.elementwise, r.host)))
         name = f"{r.route}{' <-' if r.route == forecast.chosen else ''}"
         sent = human(r.bytes_sent.max, unit="B")
-        rows.append((name, *(f"{ms:.1f}" for ms in times), sent, f"{r.flops.balance:.2f}"))
+        rows.append((name, *(f"{ms:.1f}" for ms in times), sent, f"{r.loads.balance:.2f}"))
     yield "ROUTES: ms of one step (<- taken; host: Python's launches, beside the rest)"
     yield table(header, rows)
     yield from (f"  {r.route}: {EXPLAINED[r.route]}" for r in forecast.routes)
 
 
 def _load(forecast: "Forecast") -> Iterator[str]:
-    from meshmuon.plan.describe import human
+    from meshmuon.plan.words import human
 
-    loads = forecast.route().flops
+    loads = forecast.route().loads
     title = f"LOAD of each GPU, {human(loads.max, unit='FLOP')} at most, {human(loads.mean, unit='FLOP')} on average"
     yield f"{title} (balance {loads.balance:.2f})"
+    if loads != forecast.route().flops:
+        yield "  as operations in 16 bits: those of small matrices, in fp32, count more"
     ranks = len(loads.each)
     size = -(-ranks // min(ranks, _MOST_BARS))
     digits = len(str(ranks - 1))
@@ -190,7 +193,7 @@ def _load(forecast: "Forecast") -> Iterator[str]:
 
 
 def _words(loads: Sequence[float]) -> str:
-    from meshmuon.plan.describe import human
+    from meshmuon.plan.words import human
 
     idle = sum(not load for load in loads)
     if idle == len(loads):
@@ -214,7 +217,7 @@ def _can_draw() -> bool:
 
 
 def _verdict(forecast: "Forecast", training: TrainingStep | None) -> Iterator[str]:
-    from meshmuon.plan.describe import human
+    from meshmuon.plan.words import human
 
     chosen, fastest = forecast.route(), forecast.fastest
     yield f"optimizer step: {chosen.ms:.1f} ms on route {chosen.route}" + (

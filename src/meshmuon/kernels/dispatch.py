@@ -73,13 +73,14 @@ def choose_kernels(
     if choice == "auto" and device.type == "cpu":
         library = ", fp32 by oneDNN" if dtype == torch.float32 and prefers_onednn() else ""
         return Dispatch("torch", False, f"on a CPU{library}")
-    whole = dtype == torch.float32 and m < SMALLEST_SIDE and device.type != "cpu"
-    missing = _what_is_missing(dtype, device, elsewhere=architecture is not None, whole=whole)
-    if given == torch.float64 and device.type != "cpu" and not missing:
+    ours = _products_of_ours(dtype, m, interpreted=device.type == "cpu")
+    missing = _what_is_missing(device, elsewhere=architecture is not None)
+    if not missing and ours is None:
+        missing = f"products in {dtype}"
+    if not missing and given == torch.float64 and device.type != "cpu":
         missing = f"parameters in {given}"  # kernels read in fp32, where 1e60 is infinite
-    ours: Literal["triton", "whole"] = "whole" if whole else "triton"
     if choice == "triton":
-        if missing:
+        if missing or ours is None:
             raise ValueError(message('kernels="triton"', found=missing, do='Use kernels="auto"'))
         return Dispatch(ours, True, "asked for")
     if missing:
@@ -87,7 +88,7 @@ def choose_kernels(
     architecture = architecture or architecture_of(device)
     if architecture != "hopper":
         return Dispatch("torch", False, f"our kernels are not measured on {architecture}")
-    if whole:
+    if ours == "whole":
         return Dispatch("whole", True, f"fp32, short side below {SMALLEST_SIDE}")
     if m < SMALLEST_SIDE:
         small = Dispatch("torch", True, f"short side below {SMALLEST_SIDE}")
@@ -95,14 +96,18 @@ def choose_kernels(
     return Dispatch("triton", True, "symmetric results cost half")
 
 
-def _what_is_missing(dtype: torch.dtype, device: torch.device, *, elsewhere: bool, whole: bool) -> str:
-    if not elsewhere:
-        if not has_triton():
-            return "Triton is not installed"
-        if device.type == "cpu" and not is_interpreted():
-            return "on a CPU"
-        if device.type not in ("cuda", "cpu"):
-            return f"on {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16) and device.type != "cpu" and not whole:
-        return f"products in {dtype}"
-    return ""
+def _products_of_ours(dtype: torch.dtype, m: int, *, interpreted: bool) -> Literal["triton", "whole"] | None:
+    """Symmetric ones in 16 bits, and in whatever is interpreted; whole ones in fp32 for small matrices."""
+    if interpreted or dtype in (torch.float16, torch.bfloat16):
+        return "triton"
+    return "whole" if dtype == torch.float32 and m < SMALLEST_SIDE else None
+
+
+def _what_is_missing(device: torch.device, *, elsewhere: bool) -> str:
+    if elsewhere:
+        return ""
+    if not has_triton():
+        return "Triton is not installed"
+    if device.type == "cpu" and not is_interpreted():
+        return "on a CPU"
+    return "" if device.type in ("cuda", "cpu") else f"on {device.type}"

@@ -71,8 +71,13 @@ class Bucket:
         return 0 if self.route is Route.LOCAL else self.bytes
 
     @property
+    def flops(self) -> float:
+        """Operations to orthogonalize one of its matrices."""
+        return self.recipe.flops(*self.wide_shape)
+
+    @property
     def cost(self) -> float:
-        """What it takes to orthogonalize one of its matrices, in operations in 16 bits."""
+        """The same by the time they take: as operations in 16 bits."""
         return self.recipe.cost(*self.wide_shape)
 
 

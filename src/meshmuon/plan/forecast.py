@@ -40,6 +40,7 @@ class Stage:
         exchange: Seconds on the wire.
         host: Seconds that Python takes to launch it, where it takes most.
         flops: By member.
+        loads: The same by the time they take, as operations in 16 bits.
         sent: Bytes, by member.
     """
 
@@ -52,6 +53,7 @@ class Stage:
     exchange: float
     host: float
     flops: tuple[float, ...]
+    loads: tuple[float, ...]
     sent: tuple[float, ...]
 
     def seconds(self, max_in_flight: int) -> float:
@@ -103,9 +105,14 @@ def _together(stages: Sequence[Stage]) -> Stage:
         compute=math.fsum(stage.compute for stage in stages),
         exchange=math.fsum(stage.exchange for stage in stages),
         host=math.fsum(stage.host for stage in stages),
-        flops=tuple(map(sum, zip(*(stage.flops for stage in stages), strict=True))),
-        sent=tuple(map(sum, zip(*(stage.sent for stage in stages), strict=True))),
+        flops=_by_member(stage.flops for stage in stages),
+        loads=_by_member(stage.loads for stage in stages),
+        sent=_by_member(stage.sent for stage in stages),
     )
+
+
+def _by_member(each: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(*each, strict=True)))
 
 
 def _sum(works: Iterable[Work]) -> Work:
@@ -120,7 +127,8 @@ def _local(bucket: Bucket, plan: Plan, hardware: Hardware) -> Stage:
     work = polar_work(bucket.recipe, *bucket.wide_shape, batch=count)
     host = host_seconds(calls=work.calls + _elementwise_calls(bucket), team=Team(1, 1))
     seconds = hardware.calibration.seconds(work)
-    return Stage((plan.rank,), count, 1, 0, work, seconds, 0.0, host, (count * bucket.cost,), (0,))
+    flops, loads = (count * bucket.flops,), (count * bucket.cost,)
+    return Stage((plan.rank,), count, 1, 0, work, seconds, 0.0, host, flops, loads, (0,))
 
 
 def owned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
@@ -136,7 +144,7 @@ def owned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
     """
     traffic = traffic_of(bucket, pieces)
     team = Team.of(bucket.team, hardware)
-    counts, cost = Counter(bucket.owners), bucket.cost
+    counts, flops, cost = Counter(bucket.owners), bucket.flops, bucket.cost
     most = max(counts.values())
     m, n = bucket.wide_shape
     copied = 2 * most * m * n * (bucket.recipe.input_dtype.itemsize + bucket.recipe.dtype.itemsize)
@@ -156,7 +164,8 @@ def owned(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         compute=hardware.calibration.seconds(work),
         exchange=math.fsum(wire),
         host=host_seconds(calls=calls, pieces=traffic.pieces, exchanges=2, team=team),
-        flops=tuple(counts[member] * cost for member in range(len(bucket.team))),
+        flops=tuple(counts[member] * flops for member in range(len(bucket.team))),
+        loads=tuple(counts[member] * cost for member in range(len(bucket.team))),
         sent=tuple(traffic.sent),
     )
 
@@ -187,7 +196,8 @@ def gathered(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         compute=hardware.calibration.seconds(work),
         exchange=ring(hardware, team, total=count * m * n * itemsize, calls=1),
         host=host_seconds(calls=calls, exchanges=1, team=team),
-        flops=(count * bucket.cost,) * size,
+        flops=(count * bucket.flops,) * size,
+        loads=(count * bucket.cost,) * size,
         sent=tuple((size - 1) * numbers * itemsize for numbers in held),
     )
 
@@ -281,5 +291,6 @@ def _gram(bucket: Bucket, hardware: Hardware, pieces: Pieces) -> Stage:
         exchange=math.fsum(ring(hardware, team, total=total, calls=1) for total in wire),
         host=host_seconds(calls=calls + 2 * count + _elementwise_calls(bucket), exchanges=2, team=team),
         flops=flops,
+        loads=tuple(recipe.slowness * each for each in flops),
         sent=(sum(wire) * (size - 1) / size,) * size,
     )

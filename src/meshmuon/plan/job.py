@@ -208,6 +208,7 @@ class Job:
         cost: BucketCost | None = None,
     ) -> RouteForecast:
         flops = [0.0] * self.mesh.ranks
+        loads = [0.0] * self.mesh.ranks
         sent = [0.0] * self.mesh.ranks
         in_flight = self._execution.max_in_flight
         kinds = [(stages_of(plan, machine, self._pieces, cost), ranks) for plan, ranks in plans]
@@ -215,6 +216,7 @@ class Job:
             for stage in stages:
                 for rank, member in self._members(stage, ranks):
                     flops[rank] += stage.flops[member]
+                    loads[rank] += stage.loads[member]
                     sent[rank] += stage.sent[member]
         elementwise = Work(bytes=(STEP_BYTES * self.local_bytes("muon") + ADAMW_BYTES * self.local_bytes("adamw")) / 4)
         slowest = max((stages for stages, _ in kinds), key=lambda s: sum(stage.seconds(in_flight) for stage in s))
@@ -228,6 +230,7 @@ class Job:
             exchanges=sum(stage.exchanges for stage in slowest),
             work=sum((stage.work for stage in slowest), elementwise),
             flops=Spread(tuple(flops)),
+            loads=Spread(tuple(loads)),
             bytes_sent=Spread(tuple(sent)),
             workspace=max(_workspace(plan) for plan, _ in plans),
         )

@@ -9,8 +9,8 @@ from typing import Literal
 from meshmuon.errors import message, one_of
 from meshmuon.plan.bucket import Plan
 from meshmuon.plan.calibration import Work
-from meshmuon.plan.describe import human
 from meshmuon.plan.hardware import Hardware
+from meshmuon.plan.words import human
 
 RouteWord = Literal["local", "owner", "split", "mixed", "gram", "gather"]
 
@@ -60,6 +60,7 @@ class RouteForecast:
         exchanges: Collectives of a rank in a step, besides the small one that agrees on the step.
         work: What the slowest device does: with a measured time it is a sample to fit constants to.
         flops: Operations of each rank.
+        loads: The same by the time they take: as operations in 16 bits.
         bytes_sent: Bytes that each rank sends.
         workspace: Bytes a step takes beyond parameters, gradients and state.
     """
@@ -73,6 +74,7 @@ class RouteForecast:
     exchanges: int
     work: Work
     flops: Spread
+    loads: Spread
     bytes_sent: Spread
     workspace: int
 
@@ -183,7 +185,7 @@ class Forecast:
             times = (r.ms, r.serial_ms, *(1e3 * s for s in (r.compute, r.exchange, r.elementwise, r.host)))
             yield (
                 f"{r.route:8s}" + "".join(f"{ms:9.1f}" for ms in times) + f"{human(r.flops.max, unit='FLOP'):>13s}"
-                f"{r.flops.balance:9.2f}{human(r.bytes_sent.max, unit='B'):>11s}"
+                f"{r.loads.balance:9.2f}{human(r.bytes_sent.max, unit='B'):>11s}"
             )
         yield ""
         yield from (f"{r.route}: {EXPLAINED[r.route]}" for r in self.routes)

@@ -117,7 +117,7 @@ def kernels(site: Site) -> Iterator[Finding]:
             one_launch = clusters.is_available(device, dtype)
             choice = choose_kernels("auto", m=m, dtype=dtype, device=device, one_launch=one_launch)
             choices.setdefault(choice, []).append(m)
-        dtype = dtypes[max(SHORT_SIDES)]
+        dtype = dtypes[max(SHORT_SIDES)]  # of the products that most kernels take part in
         for choice, sides in choices.items():
             work = "element-wise in Triton" if choice.fused else "element-wise by torch"
             detail = f"short side {', '.join(map(str, sides))}: products by {choice.library}, {work}: {choice.reason}"

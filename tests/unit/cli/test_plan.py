@@ -79,6 +79,12 @@ def test_bars_tell_who_waits():
     assert len([line for line in planned("--shapes", "gpt2", "--mesh", "dp=3").splitlines() if "█" in line]) == 3
 
 
+def test_loads_in_fp32_are_said_to_count_more():
+    remark = "those of small matrices, in fp32, count more"
+    assert remark in planned("--shapes", "qwen2-0.5b", "--mesh", "dp=2"), "it has 128x896"
+    assert remark not in planned("--shapes", "gpt2", "--mesh", "dp=2")
+
+
 @pytest.mark.parametrize("name", ["build", "Net"])
 def test_a_model_of_the_user_is_built_without_memory(name):
     text = planned(f"{HERE}:{name}", "--mesh", "fsdp=4")

@@ -24,6 +24,7 @@ from meshmuon.plan.calibration import SHORT_SIDES, Calibration, Sample, Work, fi
 from meshmuon.plan.hardware import known_hardware
 from meshmuon.plan.models import MODELS, known_model
 from meshmuon.plan.route import Route
+from meshmuon.plan.words import human
 from meshmuon.polar.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -157,7 +158,7 @@ def test_bytes_operations_and_collectives_are_those_of_real_plans_on_every_rank(
         with pretended_job(rank, ranks):
             plan = real_plan(layout, rank)
         assert said.bytes_sent.each[rank] == sent_by(plan)
-        assert said.flops.each[rank] == sum(plan.computed_here(bucket) * bucket.cost for bucket in plan.buckets)
+        assert said.flops.each[rank] == sum(plan.computed_here(bucket) * bucket.flops for bucket in plan.buckets)
         exchanges.append(2 * sum(bucket.route is Route.OWNED for bucket in plan.buckets))
         assert said.workspace >= max(bucket.bytes for bucket in plan.buckets)
     assert said.exchanges in exchanges
@@ -176,7 +177,7 @@ def test_whole_experts_do_not_travel_and_uneven_ones_unbalance():
     assert said.chosen == "local" and {route.route for route in said.routes} == {"local"}
     assert set(said.route().bytes_sent.each) == {0}
     # 7 experts on 4 ranks are 2, 2, 2 and 1.
-    assert said.route().flops.balance == pytest.approx(2 / (7 / 4))
+    assert said.route().loads.balance == pytest.approx(2 / (7 / 4))
     assert said.matrices == 4 * 7
 
 
@@ -300,6 +301,10 @@ def test_fp32_takes_longer_on_every_route_and_in_the_balance_of_owners():
     auto, half = (plan_for(shapes, {"tp": 4}, {"tp": "shard1"}, execution=how) for how in (Execution(), fp16))
     for route in ("owner", "gram"):
         assert sum(auto.route(route).work.flops) > 10 * sum(half.route(route).work.flops), route
+        assert sum(auto.route(route).loads.each) > 10 * sum(auto.route(route).flops.each), route
+    each = auto.plan.buckets[0].recipe.flops(128, 4096)
+    assert sum(auto.route("owner").flops.each) == 8 * each, "but they are no more operations"
+    assert f"{human(8 * each / 4, unit='FLOP')} a step" in str(auto.plan)
     mixed = {f"large.{i}": (2048, 2048) for i in range(3)} | {f"small.{i}": (192, 2048) for i in range(96)}
     (team,) = {bucket.team for bucket in plan_for(mixed, {"tp": 4}, {"tp": "shard1"}).plan.buckets}
     load = dict.fromkeys(team, 0.0)
@@ -371,7 +376,7 @@ def test_gram_is_forecast_where_the_optimizer_can_take_it(shape, mesh, placement
 def test_more_ranks_compute_less_each_and_are_balanced(ranks):
     said = plan_for("llama-3-8b", {"dp": ranks}, {"dp": "shard0"})
     assert said.chosen == "owner" and said.matrices == 224
-    assert said.route().flops.balance <= 1.10
+    assert said.route().loads.balance <= 1.10
     assert said.route("gather").ms > 4 * said.route().ms
     assert said.route().ms <= said.route().serial_ms
     assert "Muon takes owner" in str(said)
@@ -436,7 +441,7 @@ def test_69120_matrices_of_one_team_of_4096(calls):
     rules = {"dp": {"*.experts.*": "shard1", "*": "shard0"}}
     said = plan_for({n: s for n, s in known_model("kimi-k2").items() if ".experts." in n}, {"dp": 4096}, rules)
     assert said.matrices == 69120 and calls["region"] < 4 * 4096
-    assert said.route().flops.balance == pytest.approx(17 / (69120 / 4096))
+    assert said.route().loads.balance == pytest.approx(17 / (69120 / 4096))
 
 
 def test_owners_are_found_in_time_that_grows_with_the_logarithm_of_ranks():
