@@ -1,6 +1,5 @@
 """The Triton kernels on a GPU: exactness that the interpreter cannot show. Run with `pytest -m gpu`."""
 
-import importlib
 import importlib.util
 import math
 from dataclasses import replace
@@ -9,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from meshmuon.kernels import elementwise, few_tiles
+from meshmuon.kernels import elementwise, few_tiles, symmetric_launches
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
 from meshmuon.kernels.peaks import PeakFinder
-from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
+from meshmuon.kernels.symmetric_launches import REST_SCALE
+from meshmuon.kernels.symmetric_matmul import symmetric_matmul, symmetric_matmul_with
 from meshmuon.kernels.tables import Slot, build_tables, count_partials
 from meshmuon.kernels.whole_matmul import whole_matmul
 from meshmuon.polar.normalise import normalised
@@ -130,7 +130,6 @@ def test_more_than_two_to_the_31_elements():
 def test_the_coefficients_compile_nothing():
     from meshmuon.kernels import symmetric_tiles
 
-    module = importlib.import_module("meshmuon.kernels.symmetric_matmul")  # not the function of that name
     x = random(1, 256, 256, dtype=torch.float16, scale=1 / 16)
     c = symmetric_matmul(x)
     eye = torch.eye(256, dtype=torch.float64, device="cuda")
@@ -141,7 +140,7 @@ def test_the_coefficients_compile_nothing():
     for config, kernel in ways.items():
         compiled = []
         for alpha, beta, gamma in ((0.5, 0.25, 1.0), (1.0, 2.0, 0.0), (-3.5, -0.5, 2.0), (1e-3, 1.0, 1e3)):
-            with mock.patch.dict(module._compiled, clear=True):  # so that Triton is asked again
+            with mock.patch.dict(symmetric_launches._compiled, clear=True):  # so that Triton is asked again
                 got = symmetric_matmul_with(config, x, alpha=alpha, beta=beta, c=c, gamma=gamma)
             expected = alpha * x.double() @ x.double().mT + beta * c.double() + gamma * eye
             assert distance(got, expected) < BOUND[x.dtype]

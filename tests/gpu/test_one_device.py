@@ -162,38 +162,35 @@ def test_moving_the_model_takes_the_state_along():
     opt.step()
 
 
-@pytest.mark.parametrize("shape", [(128, 256), (256, 256), (100, 333), (768, 3072), (1024, 1024)], ids=str)
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_layout_invariant_gives_the_same_bits_alone_and_in_company(shape, kernels):
+def alone_and_in_company(shape, count, **settings):
+    """A matrix after three steps by itself and as one of several, which are given as well, and the plan of those."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    together = [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for _ in range(6)]
-    alone = [copy.deepcopy(together[3])]
-    settings = {"layout_invariant": True, "orthogonalizer": Orthogonalizer(kernels=kernels)}
-    one, many = Muon(alone, **settings), Muon(together, **settings)
-    assert len(many.plan.buckets) == (1 if kernels == "auto" else 6)
+    together = [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for _ in range(count)]
+    alone = copy.deepcopy(together[3])
+    one, many = Muon([alone], **settings), Muon(together, **settings)
     for _ in range(3):
         for p in together:
             p.grad = torch.randn(p.shape, device="cuda", generator=generator)
-        alone[0].grad = together[3].grad.clone()
+        alone.grad = together[3].grad.clone()
         one.step()
         many.step()
-    assert torch.equal(alone[0], together[3])
+    return alone, together, many.plan
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (256, 256), (100, 333), (768, 3072), (1024, 1024)], ids=str)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_layout_invariant_gives_the_same_bits_alone_and_in_company(shape, kernels):
+    settings = {"layout_invariant": True, "orthogonalizer": Orthogonalizer(kernels=kernels)}
+    alone, together, plan = alone_and_in_company(shape, 6, **settings)
+    assert len(plan.buckets) == (1 if kernels == "auto" else 6)
+    assert torch.equal(alone, together[3])
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 256), (256, 64), (100, 333), (128, 1024), (240, 240)], ids=str)
 def test_small_matrices_have_the_same_bits_in_company_unasked(shape):
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    together = [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for _ in range(300)]
-    alone = [copy.deepcopy(together[77])]
-    one, many = Muon(alone), Muon(together)
-    assert len(many.plan.buckets) == 1 and many.plan.buckets[0].recipe.dtype == torch.float32
-    for _ in range(3):
-        for p in together:
-            p.grad = torch.randn(p.shape, device="cuda", generator=generator)
-        alone[0].grad = together[77].grad.clone()
-        one.step()
-        many.step()
-    assert torch.equal(alone[0], together[77])
+    alone, together, plan = alone_and_in_company(shape, 300)
+    assert len(plan.buckets) == 1 and plan.buckets[0].recipe.dtype == torch.float32
+    assert torch.equal(alone, together[3])
     x = torch.stack([p.detach() for p in together])
     assert torch.equal(orthogonalize(x)[5], orthogonalize(x[5]))
     assert torch.equal(orthogonalize(x), orthogonalize(x, dtype="float32"))

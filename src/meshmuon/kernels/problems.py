@@ -1,4 +1,4 @@
-"""A small problem for every kernel, with torch's answer: what `self_check` compares."""
+"""A small problem for every kernel of products, with torch's answer; and the table of all that are compared."""
 
 from __future__ import annotations
 
@@ -8,37 +8,30 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from meshmuon.kernels import clusters, elementwise
+from meshmuon.kernels import clusters
 from meshmuon.kernels.agenda import Product, Result, Second
 from meshmuon.kernels.configs import architecture_of, choose_config
+from meshmuon.kernels.elementwise_problems import ELEMENTWISE, Problem, go, numbers
 from meshmuon.kernels.hopper import why_impossible
 from meshmuon.kernels.landing import Landing
-from meshmuon.kernels.peaks import PeakFinder
+from meshmuon.kernels.symmetric_launches import REST_SCALE
 from meshmuon.kernels.symmetric_matmul import (
     FEW,
     HALVES,
     POINTERS,
     QUADRATIC,
-    REST_SCALE,
     TMA,
     symmetric_matmul,
     symmetric_matmul_with,
 )
-from meshmuon.kernels.tables import TILE, Slot, build_tables, count_partials
+from meshmuon.kernels.tables import Slot, build_tables
 from meshmuon.kernels.whole_matmul import WHOLE, whole_matmul
 
 _ROUNDS = 4  # of two products in one launch
 STACK, SMALL_STACK = (32, 272, 208), (2, 144, 208)  # on a GPU; interpreted
 SMALL_TILES = (48, 144, 208)  # which Hopper's table cuts smaller
 FEW_TILES = (144, 976, 1040, 1424, 1488)  # rows of single matrices: cut in all the ways there are
-
-
-def _numbers(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Reproducible numbers of size 1 without a generator: this may run in the middle of a training run."""
-    count = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32)
-    return torch.sin(count * 12.9898).mul_(1.7).view(shape).to(dtype)
 
 
 def _stack(device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -48,7 +41,7 @@ def _stack(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _factors(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """What to multiply, so that products are a few units large and all terms of `_all_terms` count in 16 bits."""
-    return _with_heavy_end(_numbers(device, dtype, *shape) / 8)
+    return _with_heavy_end(numbers(device, dtype, *shape) / 8)
 
 
 def _with_heavy_end(x: Tensor) -> Tensor:
@@ -167,7 +160,7 @@ def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     direction = torch.bmm(factor.double(), x.double())
     alpha = 2.0 / float(direction.abs().max())  # as large as parameters: what decays is not to be lost beside it
     direction = (alpha * direction).float()
-    params = [_numbers(device, torch.float32, half, *sides) for sides in ((m, n), (n, m))]
+    params = [numbers(device, torch.float32, half, *sides) for sides in ((m, n), (n, m))]
     slots = [
         Slot(
             param=param,
@@ -183,7 +176,7 @@ def _landing(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ]
     expected = [0.5 * params[0] - 0.5 * direction[:half], 0.5 * params[1] - 0.5 * direction[half:].mT]
     lr, decay = (torch.full((1,), number, dtype=torch.float32, device=device) for number in (2.0, 0.25))
-    landing = Landing(build_tables(slots)[0][0], lr, decay, proceed=_go(device))
+    landing = Landing(build_tables(slots)[0][0], lr, decay, proceed=go(device))
     product = Product(0, 1, None, 2, mirrored=False, alpha=alpha)
     clusters.ClusterLaunch([product], [factor, x, torch.empty_like(x)], lands=landing.flag).onto(landing)
     return _flat(params).to(dtype), _flat(expected)
@@ -208,92 +201,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _slot(device: torch.device) -> Slot:
-    param, buffer, grad = _numbers(device, torch.float32, 3, 144, 80).unbind()
-    return Slot(
-        param=param,
-        buffer=buffer,
-        grad=grad,
-        input_offset=0,
-        direction_offset=0,
-        padded=(80, 144),
-        turned=True,
-        scale=0.5,
-    )
-
-
-def _arrives_in(dtype: torch.dtype) -> torch.dtype:
-    """What matrices arrive in for products in fp32 or in 16 bits (`Recipe.input_dtype`)."""
-    return torch.float32 if dtype == torch.float32 else torch.bfloat16
-
-
-def _momentum(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    slot = _slot(device)
-    assert slot.grad is not None
-    buffer = torch.lerp(slot.buffer, slot.grad, 0.1)
-    expected = torch.lerp(slot.grad, buffer, 0.9).mT.to(_arrives_in(dtype))
-    return _update(slot, dtype)[0], expected
-
-
-def _norms(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    inputs, partials = _update(_slot(device), dtype)
-    return partials.float(), _squares_by_tiles(inputs[None])  # on a grid of 2^-40
-
-
-def _update(slot: Slot, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    device = slot.param.device
-    inputs = torch.empty(80 * 144, dtype=_arrives_in(dtype), device=device)
-    partials = torch.empty(count_partials(1, slot.padded), dtype=torch.float64, device=device)
-    elementwise.update_momentum(
-        build_tables([slot])[0][0],
-        inputs,
-        numbers=torch.tensor(elementwise.momentum_numbers(0.9), dtype=torch.float32, device=device),
-        nesterov=True,
-        proceed=_go(device),
-        partials=partials,
-    )
-    return inputs.view(80, 144), partials
-
-
-def _go(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=device)
-
-
-def _measure(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = _numbers(device, _arrives_in(dtype), 2, 80, 144)
-    return elementwise.measure(x).float(), _squares_by_tiles(x)  # on a grid of 2^-40
-
-
-def _squares_by_tiles(x: Tensor) -> Tensor:
-    batch, m, n = x.shape
-    room = functional.pad(x.double().square(), (0, -n % TILE, 0, -m % TILE))
-    return room.view(batch, -(-m // TILE), TILE, -(-n // TILE), TILE).sum(dim=(2, 4)).flatten()
-
-
-def _normalise(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = _numbers(device, _arrives_in(dtype), 2, 80, 144) * 1e-20
-    out = torch.empty(2, 80, 144, dtype=dtype, device=device)
-    elementwise.normalise(x, elementwise.find_norms(_squares_by_tiles(x), batch=2), out=out)
-    return out, x.double() / x.double().flatten(1).norm(dim=1)[:, None, None]
-
-
-def _apply(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    slot = _slot(device)
-    direction = _numbers(device, dtype, 80 * 144)
-    expected = slot.param * (1 - 0.1 * 0.2) - 0.1 * 0.5 * direction.view(80, 144).mT.float()
-    lr, decay = (torch.full((1,), number, dtype=torch.float32, device=device) for number in (0.1, 0.2))
-    table = build_tables([slot])[0][0]
-    elementwise.apply_update(table, direction, lr=lr, weight_decay=decay, mode="decoupled", proceed=_go(device))
-    return slot.param, expected
-
-
-def _peaks(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    tensors = [_numbers(device, torch.float32, size) for size in (5, 40_000, 3)]
-    return PeakFinder().find(tensors), torch.stack([tensor.abs().max() for tensor in tensors])
-
-
 # The products of most steps in 16 bits; those in fp32 are WHOLE.
-SYMMETRIC: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
+SYMMETRIC: dict[str, Problem] = {
     "symmetric_matmul (gram)": _gram,
     QUADRATIC: _quadratic,
     "a product in halves": _halves_in_clusters,
@@ -302,13 +211,8 @@ SYMMETRIC: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]
 }
 # Of those that most steps run, Triton's come first; their arguments are of the kind that steps pass, which compile no
 # others then. From the first product on they wait, on a Hopper GPU, for what is compiled in the background.
-CHECKS: dict[str, Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]] = {
-    "peaks": _peaks,
-    "measure": _measure,
-    "update_momentum": _momentum,
-    "update_momentum (norms)": _norms,
-    "normalise": _normalise,
-    "apply_update": _apply,
+CHECKS: dict[str, Problem] = {
+    **ELEMENTWISE,
     WHOLE: _whole,
     **SYMMETRIC,
     FEW: _few,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,21 +12,17 @@ from torch import Tensor
 from meshmuon.errors import message
 from meshmuon.kernels import clusters, few_tiles
 from meshmuon.kernels.agenda import Product, Result
-from meshmuon.kernels.availability import check_runnable, is_interpreted, launching_on
+from meshmuon.kernels.availability import check_runnable
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
-from meshmuon.kernels.launching import run
+from meshmuon.kernels.symmetric_launches import Stacks, TmaLaunch, launch_pointers, uses_tma
 from meshmuon.kernels.tables import whereabouts
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last
 _MOST_BOUND = 4096
-REST_SCALE = 2048.0  # unscaled, what rounding takes from fp16 would often be subnormal, with few digits
-_Stacks: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]  # a, b, c, out, rest
 _Launch: TypeAlias = Callable[[float, float, float], None]
 # What is multiplied to check the kernels (problems.py).
 QUADRATIC, HALVES = "symmetric_matmul (quadratic)", "symmetric_matmul (in halves)"
 FEW, TMA, POINTERS = (f"symmetric_matmul ({how})" for how in ("few tiles", "through TMA", "through pointers"))
-_compiled: dict[tuple[Any, ...], Any] = {}
 _bound: dict[tuple[Any, ...], _Launch] = {}
 
 
@@ -85,7 +81,7 @@ def symmetric_matmul(
     stacks = _stacks(a, b, c, result, rest)
     launch = _bind(config, stacks)
     launch(float(alpha), float(beta), float(gamma))
-    if a.device.type == "cuda" and _uses_tma(config, stacks):
+    if a.device.type == "cuda" and uses_tma(config, stacks):
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
         _bound[key] = launch
@@ -137,10 +133,10 @@ class _Way(NamedTuple):
     """
 
     check: str
-    bind: Callable[[TileConfig, _Stacks], _Launch]
+    bind: Callable[[TileConfig, Stacks], _Launch]
 
 
-def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
+def _bind(config: TileConfig, stacks: Stacks) -> _Launch:
     """The launch of a kernel that has been compared with torch."""
     from meshmuon.kernels.self_check import check_before_use  # whose problems are multiplied here
 
@@ -149,9 +145,9 @@ def _bind(config: TileConfig, stacks: _Stacks) -> _Launch:
     return way.bind(config, stacks)
 
 
-def _choose_way(config: TileConfig, stacks: _Stacks) -> _Way:
+def _choose_way(config: TileConfig, stacks: Stacks) -> _Way:
     a, b, _, _, rest = stacks
-    tma = _uses_tma(config, stacks)
+    tma = uses_tma(config, stacks)
     if rest is not None or not tma:  # only Triton's kernels do without TMA, or write a rest
         return _Way(POINTERS if rest is None else HALVES, _in_tiles if tma else _through_pointers)
     batch, m, _ = a.shape
@@ -163,25 +159,25 @@ def _choose_way(config: TileConfig, stacks: _Stacks) -> _Way:
     return _Way(TMA, _in_tiles)
 
 
-def _in_tiles(config: TileConfig, stacks: _Stacks) -> _Launch:
-    return _Bound(config, *stacks)
+def _in_tiles(config: TileConfig, stacks: Stacks) -> _Launch:
+    return TmaLaunch(config, *stacks)
 
 
-def _through_pointers(config: TileConfig, stacks: _Stacks) -> _Launch:
-    return partial(_launch_pointers, config, *stacks)
+def _through_pointers(config: TileConfig, stacks: Stacks) -> _Launch:
+    return partial(launch_pointers, config, *stacks)
 
 
-def _in_few_tiles(config: TileConfig, stacks: _Stacks) -> _Launch:
+def _in_few_tiles(config: TileConfig, stacks: Stacks) -> _Launch:
     return few_tiles.FewLaunch(*stacks[:4]).scaled
 
 
-def _in_clusters(config: TileConfig, stacks: _Stacks) -> _Launch:
+def _in_clusters(config: TileConfig, stacks: Stacks) -> _Launch:
     a, b, c, d, _ = stacks
     product = Product(a=0, b=0 if b is None else 1, c=None if c is None else 2, d=3, mirrored=True)
     return clusters.ClusterLaunch([product], (a, a if b is None else b, d if c is None else c, d)).scaled
 
 
-def _stacks(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None) -> _Stacks:
+def _stacks(a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None) -> Stacks:
     return _stacked(a), _stacked(None if b is a else b), _stacked(c), _stacked(d), _stacked(rest)
 
 
@@ -192,124 +188,6 @@ def _stacked(x: Tensor | None) -> Any:
 def _whereabouts(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a bound launch depends on. Addresses tell devices apart as well."""
     return None if x is None else (x.shape, *whereabouts(x))
-
-
-def _tiles(config: TileConfig, m: int) -> int:
-    sides = -(-m // config.block)
-    return sides * (sides + 1) // 2
-
-
-class _Bound:
-    """A launch through TMA, bound to its memory by address: it keeps no tensor alive.
-
-    What is left to do per call is Triton's own launch. Its look-up of the compiled kernel, the checks and the making of
-    descriptors would cost twice as much host time.
-    """
-
-    __slots__ = ("_binary", "_config", "_device", "_early", "_head", "_programs", "_tail")
-
-    def __init__(
-        self, config: TileConfig, a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, rest: Tensor | None
-    ) -> None:
-        batch, m, k = a.shape
-        tiles = _tiles(config, m)
-        operand, square = (1, config.block, config.block_k), (1, config.block, config.block)
-        self._config = config
-        self._device = a.device
-        self._early = config.early and not is_interpreted()
-        self._programs = batch * tiles
-        read = (_descriptor(a, operand), _descriptor(b, operand), _descriptor(c, square))
-        self._head = (*read, _descriptor(d, square), _descriptor(rest, square), m, k, tiles)
-        wanted = (b is None, c is not None, None if rest is None else REST_SCALE)
-        self._tail = (*wanted, config.block, config.block_k, config.group, self._early)
-        self._binary = (config, a.dtype, *wanted, a.device)  # all that the compiled kernel depends on
-
-    def __call__(self, alpha: float, beta: float, gamma: float) -> None:
-        arguments = (*self._head, alpha, beta, gamma, *self._tail)
-        compiled = _compiled.get(self._binary)
-        with launching_on(self._device):
-            if compiled is None:
-                self._first(arguments)
-            else:
-                run(compiled, self._programs, arguments, self._device)
-
-    def _first(self, arguments: tuple[Any, ...]) -> None:
-        from meshmuon.kernels.symmetric_tiles import tensor_memory_kernel
-
-        options: dict[str, Any] = {"num_warps": self._config.warps, "num_stages": self._config.stages}
-        if self._early:
-            options["launch_pdl"] = True
-        compiled = tensor_memory_kernel[(self._programs,)](*arguments, **options)
-        if not is_interpreted():
-            _compiled[self._binary] = compiled
-
-
-def _launch_pointers(
-    config: TileConfig,
-    a: Tensor,
-    b: Tensor | None,
-    c: Tensor | None,
-    d: Tensor,
-    rest: Tensor | None,
-    *numbers: float,
-) -> None:
-    from meshmuon.kernels.symmetric_tiles import pointer_kernel
-
-    batch, m, k = a.shape
-    tiles = _tiles(config, m)
-    tensors = (a, a if b is None else b, d if c is None else c, d, d if rest is None else rest)  # d: not touched
-    strides = tuple(tensor.stride() for tensor in tensors)
-    with launching_on(a.device):
-        pointer_kernel[(batch * tiles,)](
-            *tensors,
-            *strides,
-            m,
-            k,
-            tiles,
-            *numbers,
-            LONG=any(abs(step) * 2 * config.block >= 2**31 for steps in strides for step in steps[1:]),
-            ADD=c is not None,
-            REST_SCALE=None if rest is None else REST_SCALE,
-            BLOCK=config.block,
-            BLOCK_K=config.block_k,
-            GROUP=config.group,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
-
-
-def _uses_tma(config: TileConfig, tensors: Sequence[Tensor | None]) -> bool:
-    inner = tensors[0].shape[-1] if tensors[0] is not None else 0
-    return config.tensor_memory and inner > 0 and all(x is None or _fits_tma(x) for x in tensors)
-
-
-def _fits_tma(x: Tensor) -> bool:
-    size = x.element_size()
-    *outer, last = x.stride()
-    aligned = all(stride > 0 and stride * size % _TMA_ALIGNMENT == 0 for stride in outer)
-    return aligned and last == 1 and x.data_ptr() % _TMA_ALIGNMENT == 0
-
-
-class _Address:
-    """What a tensor descriptor needs to know of its tensor, without keeping the tensor's memory alive."""
-
-    __slots__ = ("_pointer", "dtype")
-
-    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
-        self._pointer, self.dtype = pointer, dtype
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self._pointer
-
-
-def _descriptor(x: Tensor | None, block: tuple[int, ...]) -> Any:
-    if x is None:
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    base = x if is_interpreted() else _Address(x.data_ptr(), x.dtype)  # the interpreter moves the tensor itself
-    return TensorDescriptor(base, list(x.shape), list(x.stride()), list(block))
 
 
 def _check(a: Tensor, b: Tensor | None, beta: float, c: Tensor | None, out: Tensor | None, rest: Tensor | None) -> None:

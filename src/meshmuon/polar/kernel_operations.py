@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul
+from meshmuon.kernels.symmetric_launches import REST_SCALE
+from meshmuon.kernels.symmetric_matmul import symmetric_matmul
 from meshmuon.kernels.whole_matmul import whole_matmul
 from meshmuon.polar.coefficients import Triple
 from meshmuon.polar.operations import Halves, TorchOperations

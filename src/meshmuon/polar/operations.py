@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from meshmuon.kernels.symmetric_matmul import REST_SCALE
+from meshmuon.kernels.symmetric_launches import REST_SCALE
 from meshmuon.polar.coefficients import Triple
 
 Given: TypeAlias = Tensor | list[Tensor]

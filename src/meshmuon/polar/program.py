@@ -20,7 +20,7 @@ from meshmuon.kernels import clusters
 from meshmuon.kernels.agenda import Product, Second
 from meshmuon.kernels.clusters import ClusterLaunch
 from meshmuon.kernels.landing import Landing
-from meshmuon.kernels.symmetric_matmul import REST_SCALE
+from meshmuon.kernels.symmetric_launches import REST_SCALE
 from meshmuon.kernels.tables import whereabouts
 from meshmuon.polar.coefficients import Schedule, Triple
 from meshmuon.polar.operations import Given, taken

@@ -173,7 +173,7 @@ def launches(*, few, rest=None, b=None, asked=None):
     with (
         mock.patch.object(few_tiles, "can_run", return_value=few) as can_run,
         mock.patch.object(few_tiles, "FewLaunch", return_value=SimpleNamespace(scaled="few")),
-        mock.patch.object(symmetric_matmul, "_Bound", return_value="triton"),
+        mock.patch.object(symmetric_matmul, "TmaLaunch", return_value="triton"),
         mock.patch.object(self_check, "runs_here", return_value=True),
         mock.patch.object(self_check, "check_alone") as checked,
     ):
@@ -212,7 +212,7 @@ def test_who_multiplies_without_an_optimizer_is_not_given_a_wrong_kernel():
     with (
         mock.patch.object(few_tiles, "can_run", return_value=True),
         mock.patch.object(few_tiles, "FewLaunch", WrongLaunch),
-        mock.patch.object(symmetric_matmul, "_uses_tma", return_value=True),
+        mock.patch.object(symmetric_matmul, "uses_tma", return_value=True),
         mock.patch.object(symmetric_matmul, "architecture_of", return_value="hopper"),
         mock.patch.object(problems, "why_impossible", return_value=""),
         mock.patch.object(problems, "FEW_TILES", (144, 208)),

@@ -15,7 +15,8 @@ from meshmuon.kernels.agenda import list_pairs
 from meshmuon.kernels.configs import TileConfig, choose_config
 from meshmuon.kernels.dispatch import Dispatch
 from meshmuon.kernels.few_tiles import CUTS, choose_cut
-from meshmuon.kernels.symmetric_matmul import FEW, HALVES, POINTERS, QUADRATIC, REST_SCALE, TMA
+from meshmuon.kernels.symmetric_launches import REST_SCALE
+from meshmuon.kernels.symmetric_matmul import FEW, HALVES, POINTERS, QUADRATIC, TMA
 from meshmuon.kernels.whole_matmul import WHOLE
 from meshmuon.polar import recipe
 from meshmuon.polar.coefficients import resolve_schedule
@@ -84,7 +85,7 @@ def test_in_fp32_rounding_takes_nothing():
     assert self_check.check_kernel(HALVES, CPU, torch.float32) < 1.0
 
 
-@pytest.mark.parametrize(("name", "launch"), [(TMA, "_Bound"), (POINTERS, "_launch_pointers")])
+@pytest.mark.parametrize(("name", "launch"), [(TMA, "TmaLaunch"), (POINTERS, "launch_pointers")])
 def test_tiles_are_checked_where_other_kernels_would_be_chosen(name, launch):
     anything = TileConfig(64, 64, 4, 3, tensor_memory=True, clusters=True, few=True)
     with (
@@ -237,7 +238,7 @@ def test_in_fp32_a_gpu_is_asked_for_whole_products_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_element_wise_kernels_are_checked_on_what_arrives(dtype):
-    with mock.patch.object(problems.elementwise, "update_momentum", wraps=elementwise.update_momentum) as update:
+    with mock.patch.object(elementwise, "update_momentum", wraps=elementwise.update_momentum) as update:
         assert self_check.check_kernel("update_momentum", CPU, dtype) < 1.0
     assert update.call_args.args[1].dtype == (torch.float32 if dtype == torch.float32 else torch.bfloat16)
 

@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from meshmuon.kernels import symmetric_matmul as module
+from meshmuon.kernels import symmetric_launches
 from meshmuon.kernels.configs import TileConfig, architecture_of, choose_config
-from meshmuon.kernels.symmetric_matmul import REST_SCALE, symmetric_matmul, symmetric_matmul_with
+from meshmuon.kernels.symmetric_launches import REST_SCALE
+from meshmuon.kernels.symmetric_matmul import symmetric_matmul, symmetric_matmul_with
 
 POINTER = TileConfig(block=32, block_k=16, warps=4, stages=2, group=2)
 TMA = TileConfig(block=32, block_k=16, warps=4, stages=2, group=3, tensor_memory=True)
@@ -91,7 +92,7 @@ def test_two_that_commute_with_all_terms(batch, m, way, dtype):
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (5, 3), (33, 17), (67, 129)])
 def test_odd_sizes_and_strides_go_through_pointers(m, k, batch, dtype):
     x = random(batch, k, m, dtype=dtype).mT  # k is not the contiguous dim, and rows are not aligned
-    with mock.patch.object(module, "_descriptor", side_effect=AssertionError("TMA cannot read this")):
+    with mock.patch.object(symmetric_launches, "_descriptor", side_effect=AssertionError("TMA cannot read this")):
         got = symmetric_matmul_with(TMA, x, out=poisoned(batch, m, m, dtype=dtype))
     assert distance(got, x.double() @ x.double().mT) < BOUND[dtype]
     assert torch.equal(got, got.mT)
@@ -109,7 +110,8 @@ def test_rows_so_far_apart_that_their_offsets_need_64_bits():
 
 
 def test_aligned_operands_do_go_through_tma():
-    with mock.patch.object(module, "_descriptor", side_effect=AssertionError("reached")), pytest.raises(AssertionError):
+    reached = mock.patch.object(symmetric_launches, "_descriptor", side_effect=AssertionError("reached"))
+    with reached, pytest.raises(AssertionError, match="reached"):
         symmetric_matmul_with(TMA, random(1, 32, 16))
 
 
@@ -201,18 +203,17 @@ def test_without_triton_the_message_says_what_to_install():
 
 def test_an_early_start_is_told_to_the_kernel_and_to_the_launch():
     """One without the other would read too early, or wait for nothing."""
-    from meshmuon.kernels import symmetric_matmul as module
     from meshmuon.kernels import symmetric_tiles
 
     a, out = torch.zeros(1, 64, 64, dtype=torch.float16), torch.zeros(1, 64, 64, dtype=torch.float16)
     with (
-        mock.patch.object(module, "is_interpreted", return_value=False),
+        mock.patch.object(symmetric_launches, "is_interpreted", return_value=False),
         mock.patch.object(symmetric_tiles, "tensor_memory_kernel", mock.MagicMock()) as kernel,
-        mock.patch.dict(module._compiled, clear=True),
+        mock.patch.dict(symmetric_launches._compiled, clear=True),
     ):
         for early in (False, True):
             config = TileConfig(64, 128, 4, 4, tensor_memory=True, early=early)
-            module._Bound(config, a, None, None, out, None)(1.0, 0.0, 0.0)
+            symmetric_launches.TmaLaunch(config, a, None, None, out, None)(1.0, 0.0, 0.0)
     calls = kernel.__getitem__.return_value.call_args_list
     assert [(call.args[-1], call.kwargs.get("launch_pdl", False)) for call in calls] == [(False, False), (True, True)]
 

@@ -10,7 +10,7 @@ import torch
 
 from meshmuon.config import Orthogonalizer
 from meshmuon.kernels import clusters
-from meshmuon.kernels.symmetric_matmul import REST_SCALE
+from meshmuon.kernels.symmetric_launches import REST_SCALE
 from meshmuon.polar import cost
 from meshmuon.polar import orthogonalize as entry
 from meshmuon.polar import program as module
